@@ -20,7 +20,7 @@ from orchestrator.native import NativeRequest
 # time that it wakes it takes a core from the threads that compute.
 REST_S = 0.04
 # The number of fast parts after which the next ones are read together.
-_FAST = 2
+FAST = 2
 _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
@@ -36,10 +36,12 @@ class Pace:
     @property
     def rests(self) -> bool:
         """Whether to wait REST_S before the next look."""
-        return self._n_fast >= _FAST
+        return self._n_fast >= FAST
 
     def came(self) -> None:
-        """Something was read."""
+        """Something was read. After a rest, tokens stay fast."""
+        if self.rests:
+            return
         now_s = self._now_s()
         self._n_fast = self._n_fast + 1 if now_s - self._last_s < REST_S else 0
         self._last_s = now_s
@@ -250,17 +252,19 @@ class Answer:
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]
         costs, read = self.costs(), self._progress
         known, cached = read.get("processed", 0), read.get("cache", 0)
+        finish = self._finish()
+        n_tokens = int(self._timings.get("predicted_n", len(times_ms)))
         evaluated = int(self._timings.get("prompt_n", known - cached))
         return GenerationStats(
             ttft_ms=times_ms[0] if times_ms else float("nan"),
             tpot_ms_p50=percentile(gaps_ms, 50),
             tpot_ms_p99=percentile(gaps_ms, 99),
-            tokens=int(self._timings.get("predicted_n", len(times_ms))),
+            tokens=n_tokens - (finish == "end"),  # the end token is none of the answer
             tokens_per_s=1000.0 * len(gaps_ms) / sum(gaps_ms) if sum(gaps_ms) else float("nan"),
             prompt_tokens=int(self._timings.get("cache_n", cached)) + evaluated,
             evaluated_tokens=evaluated,
             mode=mode,
-            finish=self._finish(),
+            finish=finish,
             policy=policy,
             **{name: costs[name] for name in OWN_COSTS if name in costs},
         )

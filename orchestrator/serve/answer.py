@@ -301,13 +301,12 @@ class Parts:
         seconds. None waits for ever."""
         if self._pace.rests:
             await self._coming(REST_S)  # shorter at the end of the answer
-            text, is_all = self._answer.take()
+            text, is_all = self._take()
             if text or is_all:
-                self._pace.came()
                 return text, is_all
             self._pace.nothing()
         while True:
-            text, is_all = self._answer.take()
+            text, is_all = self._take()
             if text or is_all:
                 self._pace.came()
                 return text, is_all
@@ -317,10 +316,17 @@ class Parts:
     async def close(self) -> None:
         """End the answer, and return after at_end was called. Raises the error of the answer."""
         self._answer.cancel()
+        self._look()
         await self._ended.wait()
         self._answer.close()  # its thread has nothing left to do
         if self._answer.error is not None:
             raise self._answer.error
+
+    def _take(self) -> tuple[bytes, bool]:
+        text, is_all = self._answer.take()
+        if is_all:  # take may have read the byte that says so
+            self._loop.call_soon(self._look)
+        return text, is_all
 
     async def _coming(self, within_s: float | None) -> bool:
         """Wait until something may have come; False if nothing does within so many seconds."""
@@ -337,13 +343,15 @@ class Parts:
     def _tell(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._answer.fileno(), 16)
-        has_ended = self._answer.has_ended
-        try:
-            if has_ended:
-                self._loop.remove_reader(self._answer.fileno())
-                self._at_end()
-        finally:
+        self._told = True
+        self._woken.set()
+        self._look()
+
+    def _look(self) -> None:
+        """Call at_end if the answer has ended, once."""
+        if self._answer.has_ended and not self._ended.is_set():
+            self._ended.set()
+            self._loop.remove_reader(self._answer.fileno())
             self._told = True
             self._woken.set()
-            if has_ended:
-                self._ended.set()
+            self._at_end()

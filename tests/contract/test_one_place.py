@@ -96,7 +96,7 @@ def test_nobody_knows_an_architecture_by_name():
     }
     assert {path: found for path, found in naming.items() if found} == {
         "lab/bench/options.py": {"olmoe"},
-        "serve/backend.py": {"exaone_moe", "gemma4"},
+        "serve/bodies.py": {"exaone_moe", "gemma4"},
         "serve/schemas.py": {"deepseek"},
     }
     for path in NATIVE.rglob("*.*"):

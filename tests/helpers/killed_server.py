@@ -26,10 +26,10 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from conversing import WORDS  # noqa: E402
+from orchestrator.serve.backend import Backend  # noqa: E402
 from served import DEMO, server_library, serving  # noqa: E402
 
 from orchestrator.runtime.prompt_copies import _describe, _is_whole  # noqa: E402
-from orchestrator.serve.backend import Backend  # noqa: E402
 from orchestrator.serve.settings import options_of  # noqa: E402
 
 TURNS, FEW = 3, 16

@@ -89,11 +89,13 @@ def ram_for(model, share):
     from orchestrator.config import Config
     from orchestrator.lab.check.budgets import machine_of
     from orchestrator.memory.plan import plan_memory
-    from orchestrator.serve.backend import server_config
+    from orchestrator.serve.bodies import Words
+    from orchestrator.serve.served import answering
+    from orchestrator.serve.settings import ServeSettings
 
     config = Config.build(model=model, policy="lru", force_managed=True, ctx=512)
-    config = server_config(config, parallel=1)
     with ExpertModel.open(model) as opened:
+        config = answering(config, ServeSettings(), Words.of(opened), "").config(config)
         whole = plan_memory(config, opened, machine_of(config)).total_bytes
         return whole - int((1 - share) * opened.tier_bytes[0])
 

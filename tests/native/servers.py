@@ -3,10 +3,10 @@
 import json
 from contextlib import closing, contextmanager
 
+from orchestrator.serve.runtime import Backend
 from served import DEMO, server_library
 
 from orchestrator.config import Config
-from orchestrator.serve.backend import Backend
 from orchestrator.serve.settings import ServeSettings
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ def config(**settings):
 
 @contextmanager
 def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
-    """A backend that attends. note: gets the sentences for its log."""
+    """A runtime that attends. note: gets the sentences for its log."""
     ours = ServeSettings(parallel=parallel, chat_template=template)
     made = Backend(config(**settings), ours, server_library(), lambda *_: None, note=note)
     with closing(made):
@@ -27,13 +27,13 @@ def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
         yield made
 
 
-def posted(backend, route, **data):
-    return backend.request(route, json.dumps(data).encode())
+def posted(runtime, route, **data):
+    return runtime.request(route, json.dumps(data).encode())
 
 
-def ask(backend, route, **data):
+def ask(runtime, route, **data):
     """(status, body) of one request; the events of a stream as a list."""
-    request = posted(backend, route, **data)
+    request = posted(runtime, route, **data)
     status, text = request.whole()
     if not request.is_stream:
         return status, json.loads(text)
@@ -41,9 +41,9 @@ def ask(backend, route, **data):
     return status, [line.removeprefix("data: ") for line in lines if line]
 
 
-def answered(backend, route="/v1/completions", **data):
+def answered(runtime, route="/v1/completions", **data):
     """What a request that has to succeed gets; greedy."""
-    status, body = ask(backend, route, **({"temperature": 0} | data))
+    status, body = ask(runtime, route, **({"temperature": 0} | data))
     assert status == 200, body
     answer = body
     return answer

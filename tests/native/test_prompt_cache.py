@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answering import evaluated, first_logits
-
 from orchestrator.runtime.texts import ChatTemplate
 
 from .conftest import opened

@@ -37,13 +37,13 @@ LIMITS = {RESPONSES: "max_output_tokens", NATIVE: "n_predict"}
 
 
 @pytest.fixture(scope="module")
-def backend():
+def runtime():
     with serving(**SETTINGS) as made:
         yield made
 
 
-def events_of(backend, route, **data):
-    status, lines = ask(backend, route, **data, stream=True)
+def events_of(runtime, route, **data):
+    status, lines = ask(runtime, route, **data, stream=True)
     assert status == 200, lines
     return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -65,14 +65,14 @@ def streamed(route, events):
 
 
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
-def test_the_text_that_an_answer_continues_is_no_part_of_it(backend, route):
+def test_the_text_that_an_answer_continues_is_no_part_of_it(runtime, route):
     asked = {"input": ITEMS} if route == RESPONSES else {"messages": [USER, BEGUN]}
     asked |= {LIMITS.get(route, "max_tokens"): 8, "temperature": 0}
-    whole = TEXTS[route][0](answered(backend, route, **asked))
+    whole = TEXTS[route][0](answered(runtime, route, **asked))
     assert whole and not whole.startswith(BEGUN["content"])
-    assert streamed(route, events_of(backend, route, **asked)) == whole
+    assert streamed(route, events_of(runtime, route, **asked)) == whole
     if route == CHAT:
-        echoed = answered(backend, route, **asked, echo=True)
+        echoed = answered(runtime, route, **asked, echo=True)
         assert TEXTS[route][0](echoed) == BEGUN["content"] + whole
 
 
@@ -80,11 +80,11 @@ def test_the_text_that_an_answer_continues_is_no_part_of_it(backend, route):
     ("limit", "status", "reason"),
     [(2, "incomplete", {"reason": "max_output_tokens"}), (None, "completed", None)],
 )
-def test_a_response_says_whether_its_limit_cut_it(backend, limit, status, reason):
+def test_a_response_says_whether_its_limit_cut_it(runtime, limit, status, reason):
     asked = {"input": "Hi", "grammar": 'root ::= "Oslo is a city."', "temperature": 0}
     asked |= {} if limit is None else {"max_output_tokens": limit}
-    answer = answered(backend, RESPONSES, **asked)
-    events = events_of(backend, RESPONSES, **asked)
+    answer = answered(runtime, RESPONSES, **asked)
+    events = events_of(runtime, RESPONSES, **asked)
     last, done = events[-1], [each for each in events if "item" in each][-1]
     assert last["type"] == f"response.{status}"
     for response in (answer, last["response"]):
@@ -96,15 +96,15 @@ def test_a_response_says_whether_its_limit_cut_it(backend, limit, status, reason
 
 
 @pytest.mark.parametrize("route", [CHAT, RESPONSES, COMPLETIONS, NATIVE])
-def test_an_answer_that_ends_inside_a_character_leaves_it_out(backend, route):
+def test_an_answer_that_ends_inside_a_character_leaves_it_out(runtime, route):
     text = "a日"
-    n_tokens = len(answered(backend, "/tokenize", content=text)["tokens"])
+    n_tokens = len(answered(runtime, "/tokenize", content=text)["tokens"])
     assert n_tokens > 2  # the character is more than one token
     name = {RESPONSES: "input", CHAT: "messages"}.get(route, "prompt")
     asked = {name: [USER] if route == CHAT else "Hi", "grammar": f'root ::= "{text}" "a"*'}
     asked |= {LIMITS.get(route, "max_tokens"): n_tokens - 1, "temperature": 0}
-    assert TEXTS[route][0](answered(backend, route, **asked)) == "a"
-    assert streamed(route, events_of(backend, route, **asked)) == "a"
+    assert TEXTS[route][0](answered(runtime, route, **asked)) == "a"
+    assert streamed(route, events_of(runtime, route, **asked)) == "a"
 
 
 @pytest.mark.parametrize(

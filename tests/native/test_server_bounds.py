@@ -16,15 +16,15 @@ REPEATED, LARGE, REFUSED = "more often than it may", "come to too much", "the gr
 
 
 @pytest.fixture(scope="module")
-def backend(library):
+def runtime(library):
     with serving(policy="plain") as made:
         yield made
 
 
-def completed(backend, **data):
+def completed(runtime, **data):
     """(status, the text or the sentence)"""
     usual = {"prompt": "One two", "n_predict": 40, "temperature": 1}
-    status, answer = ask(backend, "/completion", **(usual | data))
+    status, answer = ask(runtime, "/completion", **(usual | data))
     return status, answer["content"] if status == 200 else answer["error"]["message"]
 
 
@@ -54,14 +54,14 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_that_is_too_much_is_refused(backend, name, capfd):
+def test_a_grammar_that_is_too_much_is_refused(runtime, name, capfd):
     grammar, said = GRAMMARS[name]
-    status, message = completed(backend, grammar=grammar, logit_bias=[["x", -100]])
+    status, message = completed(runtime, grammar=grammar, logit_bias=[["x", -100]])
     assert status in (400, 500) and said in message and "the grammar" in message
     assert len(message) < 300 and message.isprintable()
     assert "samplers" not in message  # where the thread that decodes would read a grammar
     assert capfd.readouterr().err == ""  # upstream prints the grammar
-    assert completed(backend, grammar='root ::= ("yes" | "no") "."')[1] in ("yes.", "no.")
+    assert completed(runtime, grammar='root ::= ("yes" | "no") "."')[1] in ("yes.", "no.")
 
 
 def types(levels):
@@ -92,13 +92,13 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_is_too_much_is_refused(backend, name):
+def test_a_schema_that_is_too_much_is_refused(runtime, name):
     schema, said = SCHEMAS[name]
-    status, message = completed(backend, json_schema=schema)
+    status, message = completed(runtime, json_schema=schema)
     assert status == 400 and said in message
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     data = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 4}
-    status, answer = ask(backend, "/v1/chat/completions", **data, tool_choice="required")
+    status, answer = ask(runtime, "/v1/chat/completions", **data, tool_choice="required")
     assert status == 400 and (said in str(answer) or "context size" in str(answer))
 
 
@@ -114,16 +114,16 @@ USUAL = {
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_a_usual_schema_is_kept(backend, name, capfd):
-    status, text = completed(backend, json_schema=USUAL[name], n_predict=12)
+def test_a_usual_schema_is_kept(runtime, name, capfd):
+    status, text = completed(runtime, json_schema=USUAL[name], n_predict=12)
     assert status == 200, text
     assert capfd.readouterr().err == ""
 
 
-def test_a_client_that_leaves_ends_the_work_on_its_schema(backend):
+def test_a_client_that_leaves_ends_the_work_on_its_schema(runtime):
     """400 prompts are as many conversions; without an end they take a minute."""
     many = {"prompt": ["One"] * 400, "n_predict": 1, "json_schema": properties(60)}
-    request = posted(backend, "/completion", **many)
+    request = posted(runtime, "/completion", **many)
     request.cancel()
     thread = Thread(target=request.run)
     thread.start()

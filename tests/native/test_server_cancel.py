@@ -18,10 +18,10 @@ def text_of(n_words, first=0):
     return " ".join(f"{WORDS[i % 8]} {first + i}," for i in range(n_words))
 
 
-def on_sequence(backend, sequence, **data):
+def on_sequence(runtime, sequence, **data):
     """A request for greedy text that takes a sequence, and has not begun."""
     body = {"temperature": 0, "ignore_eos": True, **data}
-    return backend.request("/v1/completions", json.dumps(body).encode(), [sequence])
+    return runtime.request("/v1/completions", json.dumps(body).encode(), [sequence])
 
 
 class Held:
@@ -66,33 +66,33 @@ def cached(answer):
 
 
 def test_a_cancel_ends_the_micro_batch_and_keeps_those_before_it(monkeypatch):
-    with serving(**DYMOE) as backend:
-        n_layers = backend.engine.model.n_layers
-        held = Held(backend.engine.policy, monkeypatch)
+    with serving(**DYMOE) as runtime:
+        n_layers = runtime.engine.model.n_layers
+        held = Held(runtime.engine.policy, monkeypatch)
         held.hold(2 * n_layers + 1)  # in the third micro-batch of 64 tokens
         prompt = text_of(120)
-        with cancelled_at_hold(held, on_sequence(backend, 0, prompt=prompt, max_tokens=4)):
+        with cancelled_at_hold(held, on_sequence(runtime, 0, prompt=prompt, max_tokens=4)):
             pass
         assert held.calls == held.at  # no other layer of that micro-batch was computed
-        answer = answered(backend, prompt=prompt, max_tokens=4)
+        answer = answered(runtime, prompt=prompt, max_tokens=4)
         assert cached(answer) == 128
     with serving(**DYMOE) as fresh:
         assert answered(fresh, prompt=prompt, max_tokens=4)["choices"] == answer["choices"]
 
 
 def test_a_cancelled_answer_keeps_its_prompt(monkeypatch):
-    with serving(**DYMOE) as backend:
-        n_layers = backend.engine.model.n_layers
-        held = Held(backend.engine.policy, monkeypatch)
+    with serving(**DYMOE) as runtime:
+        n_layers = runtime.engine.model.n_layers
+        held = Held(runtime.engine.policy, monkeypatch)
         prompt = text_of(10)
-        n_steps = -(-answered(backend, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"] // 64)
-        backend.forget(0)
+        n_steps = -(-answered(runtime, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"] // 64)
+        runtime.forget(0)
         held.hold(n_layers * (n_steps + 4))
         data = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        with cancelled_at_hold(held, on_sequence(backend, 0, **data)):
+        with cancelled_at_hold(held, on_sequence(runtime, 0, **data)):
             pass
         assert held.calls == held.at
-        answer = answered(backend, **data)
+        answer = answered(runtime, **data)
         n_prompt = answer["usage"]["prompt_tokens"]
         assert cached(answer) == n_prompt - 1  # the last one's logits are needed
     with serving(**DYMOE) as fresh:
@@ -101,14 +101,14 @@ def test_a_cancelled_answer_keeps_its_prompt(monkeypatch):
 
 @pytest.mark.parametrize("is_answer", [False, True])
 def test_a_step_that_fails_keeps_the_conversation(monkeypatch, is_answer):
-    with serving(**DYMOE) as backend:
-        first = answered(backend, prompt=text_of(40), max_tokens=4)["usage"]
-        policy = backend.engine.policy
+    with serving(**DYMOE) as runtime:
+        first = answered(runtime, prompt=text_of(40), max_tokens=4)["usage"]
+        policy = runtime.engine.policy
         prompt = text_of(40) + text_of(1 if is_answer else 60, 900)
         with monkeypatch.context() as patched:
             patched.setattr(policy, "decide", broken)
-            assert ask(backend, "/v1/completions", prompt=prompt, max_tokens=4)[0] == 500
-        assert cached(answered(backend, prompt=prompt, max_tokens=1)) >= first["prompt_tokens"] - 2
+            assert ask(runtime, "/v1/completions", prompt=prompt, max_tokens=4)[0] == 500
+        assert cached(answered(runtime, prompt=prompt, max_tokens=1)) >= first["prompt_tokens"] - 2
 
 
 @pytest.mark.parametrize("cancelled_first", [True, False])
@@ -117,18 +117,18 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
     settings = DYMOE | {"ubatch": 256}
     texts = text_of(50), text_of(50, 500)
     data = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    with serving(2, **settings) as backend:
-        alone = [answered(backend, prompt=text, **data)["choices"][0]["text"] for text in texts]
+    with serving(2, **settings) as runtime:
+        alone = [answered(runtime, prompt=text, **data)["choices"][0]["text"] for text in texts]
         for sequence in range(2):
-            backend.forget(sequence)
-        held = Held(backend.engine.policy, monkeypatch)
+            runtime.forget(sequence)
+        held = Held(runtime.engine.policy, monkeypatch)
         held.hold(0)
         # the first request's own step is held, so that both of the others come in one step
-        opening = on_sequence(backend, 0, prompt="Hello", max_tokens=1)
+        opening = on_sequence(runtime, 0, prompt="Hello", max_tokens=1)
         opener = threading.Thread(target=opening.run)
         opener.start()
         assert held.reached.wait(HANG_S)
-        requests = [on_sequence(backend, n, prompt=text, **data) for n, text in enumerate(texts)]
+        requests = [on_sequence(runtime, n, prompt=text, **data) for n, text in enumerate(texts)]
         threads = [threading.Thread(target=each.run) for each in requests]
         for thread in threads:
             thread.start()
@@ -145,4 +145,4 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         status, text = requests[stays].status, requests[stays].take()[0]
         assert status == 200
         assert json.loads(text)["choices"][0]["text"] == alone[stays]
-        backend.engine.store.check()
+        runtime.engine.store.check()

@@ -277,8 +277,8 @@ def test_the_log_says_that_an_answer_is_in_no_form(library, stream):
         "stream": stream,
         "temperature": 0,
     }
-    with serving(policy="plain", template=TOOLS, note=notes.append) as backend:
-        status, answer = ask(backend, CHAT, **data)
+    with serving(policy="plain", template=TOOLS, note=notes.append) as runtime:
+        status, answer = ask(runtime, CHAT, **data)
     assert status == 200, answer
     text, reason = pieces_of(answer if stream else [json.dumps(answer)])
     assert text.strip()

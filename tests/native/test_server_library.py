@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from orchestrator.runtime.engine import Engine
-from orchestrator.serve.backend import server_config
+from orchestrator.serve.runtime import server_config
 from served import server_library
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.runtime.driver import Driver
-from orchestrator.serve import backend as backend_module
+from orchestrator.serve import runtime as backend_module
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
 from orchestrator.serve.wire import OLLAMA_CHAT, OLLAMA_GENERATE
 
@@ -43,11 +43,11 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
     with Engine.open(server_config(config(**settings), 1)) as engine:
         logits = engine.eval(engine.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
-    with serving(**settings) as backend:
-        answer = answered(backend, prompt=PROMPT, max_tokens=N, logprobs=5)
+    with serving(**settings) as runtime:
+        answer = answered(runtime, prompt=PROMPT, max_tokens=N, logprobs=5)
         first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert np.allclose([each["logprob"] for each in first], expected, atol=1e-4)
-        again = answered(backend, prompt=PROMPT, max_tokens=N)
+        again = answered(runtime, prompt=PROMPT, max_tokens=N)
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
         assert "Oslo" in answer["choices"][0]["text"] or answer["usage"]["completion_tokens"] == N
         # the conversation's tokens are kept
@@ -57,17 +57,17 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
 @pytest.mark.parametrize("policy", ["dymoe", "dynaexq", "context"])
 def test_every_policy_decides_for_the_server(policy):
     less = {"low_tier": "q2_k"} if policy == "dymoe" else {}
-    with serving(2, policy=policy, expert_ram=16 * MIB, **less) as backend:
-        costs = backend.costs()
-        answered(backend, prompt=PROMPT, max_tokens=N)
+    with serving(2, policy=policy, expert_ram=16 * MIB, **less) as runtime:
+        costs = runtime.costs()
+        answered(runtime, prompt=PROMPT, max_tokens=N)
         counted = costs()
         assert len(counted["mix"]) > 1 and abs(sum(counted["mix"].values()) - 1) < 1e-6
         assert counted["policy"] == policy and counted["bytes_read"] >= 0
-        backend.engine.store.check()
+        runtime.engine.store.check()
         results = []
 
         def one_more():
-            results.append(ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=N)[0])
+            results.append(ask(runtime, "/v1/completions", prompt=PROMPT, max_tokens=N)[0])
 
         threads = [threading.Thread(target=one_more) for _ in range(3)]
         for thread in threads:
@@ -75,7 +75,7 @@ def test_every_policy_decides_for_the_server(policy):
         for thread in threads:
             thread.join()
         assert results == [200] * 3
-        backend.engine.store.check()
+        runtime.engine.store.check()
 
 
 def test_it_answers_what_is_declared():
@@ -85,40 +85,40 @@ def test_it_answers_what_is_declared():
 
 
 def test_a_stream_and_its_usage():
-    with serving(**LRU) as backend:
+    with serving(**LRU) as runtime:
         wanted = {"max_tokens": 4, "stream_options": {"include_usage": True}}
-        status, events = ask(backend, "/v1/completions", **STREAM, **wanted)
+        status, events = ask(runtime, "/v1/completions", **STREAM, **wanted)
     assert status == 200 and events[-1] == "[DONE]"
     chunks = [json.loads(each) for each in events[:-1]]
     assert any((chunk.get("usage") or {}).get("completion_tokens") == 4 for chunk in chunks)
 
 
 def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch):
-    with serving(**DYMOE) as backend:
+    with serving(**DYMOE) as runtime:
         with monkeypatch.context() as patched:
-            patched.setattr(backend.engine.policy, "decide", broken)
-            status, body = ask(backend, "/v1/completions", prompt=PROMPT, max_tokens=4)
+            patched.setattr(runtime.engine.policy, "decide", broken)
+            status, body = ask(runtime, "/v1/completions", prompt=PROMPT, max_tokens=4)
         assert status == 500 and "Compute error." in body["error"]["message"]
-        assert backend.failure() == "the policy failed: RuntimeError: no idea"
-        assert answered(backend, prompt=PROMPT, max_tokens=4)["choices"]
-        assert backend.failure() is None
+        assert runtime.failure() == "the policy failed: RuntimeError: no idea"
+        assert answered(runtime, prompt=PROMPT, max_tokens=4)["choices"]
+        assert runtime.failure() is None
 
 
 def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
     """A step with a prompt may take a minute, and who watches the server asks every few seconds."""
     reading, go_on = threading.Event(), threading.Event()
-    with serving(**DYMOE) as backend:
-        decide = backend.engine.policy.decide
+    with serving(**DYMOE) as runtime:
+        decide = runtime.engine.policy.decide
 
         def held(*event):
             reading.set()
             go_on.wait()
             decide(*event)
 
-        monkeypatch.setattr(backend.engine.policy, "decide", held)
-        request = posted(backend, "/v1/completions", prompt=PROMPT, max_tokens=1)
+        monkeypatch.setattr(runtime.engine.policy, "decide", held)
+        request = posted(runtime, "/v1/completions", prompt=PROMPT, max_tokens=1)
         said = []
-        metrics = backend.request("/metrics", b"")
+        metrics = runtime.request("/metrics", b"")
         asking = threading.Thread(target=lambda: said.append(metrics.whole()[0]))
         with running(request):
             try:
@@ -132,37 +132,37 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
 
 
 def test_a_cancel_ends_the_work_and_keeps_what_was_read():
-    with serving(**LRU) as backend:
+    with serving(**LRU) as runtime:
         seen = threading.Event()
         steps = []
-        driver = backend.engine.driver
+        driver = runtime.engine.driver
 
         def counting(step):
             driver.step_done(step)
             steps.append(step.n_tokens)
             seen.set()
 
-        backend.engine.store.set_step_done(counting)
+        runtime.engine.store.set_step_done(counting)
         data = {"prompt": "word " * 400, "temperature": 0}
-        request = posted(backend, "/v1/completions", max_tokens=100, **data)
+        request = posted(runtime, "/v1/completions", max_tokens=100, **data)
         with running(request):
             assert seen.wait(HANG_S)
             request.cancel()
         read = sum(steps)
-        usage = answered(backend, max_tokens=1, **data)["usage"]
+        usage = answered(runtime, max_tokens=1, **data)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
 
 
 def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
     """What it makes is in memory until then; the sequence is free afterwards."""
     monkeypatch.setattr(backend_module, "AHEAD_BYTES", 4000)
-    with serving(policy="plain") as backend:
-        request = posted(backend, "/v1/completions", max_tokens=200, **STREAM)
+    with serving(policy="plain") as runtime:
+        request = posted(runtime, "/v1/completions", max_tokens=200, **STREAM)
         with pytest.raises(NativeError, match="too far behind"):
             request.run()
         text, is_all = request.take()
         assert is_all and 4000 < len(text) < 8000 and b"[DONE]" not in text
-        assert answered(backend, prompt=PROMPT, max_tokens=1)["choices"]
+        assert answered(runtime, prompt=PROMPT, max_tokens=1)["choices"]
 
 
 def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
@@ -174,9 +174,9 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
         engine._loaded.warm_up()
 
     monkeypatch.setattr(Engine, "__init__", warmed)
-    with serving(**LRU) as backend:
-        answered(backend, prompt=PROMPT, max_tokens=N)
-        assert backend.engine.store.stats().requests[Phase.DECODE] > 0
+    with serving(**LRU) as runtime:
+        answered(runtime, prompt=PROMPT, max_tokens=N)
+        assert runtime.engine.store.stats().requests[Phase.DECODE] > 0
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
     monkeypatch.setattr(Engine, "idle", lambda _: None)  # it reads experts as well
     with Engine.open(server_config(config(**settings), 1)) as engine:
         at_first = (engine.store.resident() < ABSENT).sum(axis=1)
-    with serving(**settings) as backend:
-        engine, stats = backend.engine, backend.engine.store.stats()
+    with serving(**settings) as runtime:
+        engine, stats = runtime.engine, runtime.engine.store.stats()
         assert decided == []
         assert engine.policy.fresh
         assert not engine.driver.used().any()
@@ -207,7 +207,7 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
         assert (resident <= at_first + len(engine.plan.tier_names)).all()
         steps = []
         engine.store.set_step_done(steps.append)
-        answered(backend, prompt=PROMPT, max_tokens=1)
+        answered(runtime, prompt=PROMPT, max_tokens=1)
         assert (steps[0].starts, steps[0].ends) == ((0,), ())
 
 
@@ -225,8 +225,8 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
     """A step with one token of a prompt looks like a step of an answer."""
     told, steps, tokens = [], [], []
     settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
-    with serving(2, **settings) as backend:
-        driver, store = backend.engine.driver, backend.engine.store
+    with serving(2, **settings) as runtime:
+        driver, store = runtime.engine.driver, runtime.engine.store
         on_route = driver.on_route
 
         def watched(event):
@@ -239,7 +239,7 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
         for prompt in prompts:
             sequences = [0, 1] if isinstance(prompt[0], list) else [0]
             data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
-            request = backend.request("/v1/completions", json.dumps(data).encode(), sequences)
+            request = runtime.request("/v1/completions", json.dumps(data).encode(), sequences)
             status, text = request.whole()
             assert status == 200, text
     in_prompts = [step for step in steps if step.phase is Phase.PREFILL]
@@ -252,17 +252,17 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
 
 
 def test_a_request_that_runs_alone_may_change_the_policy():
-    with serving(**DYMOE, low_tier="q2_k") as backend:
-        policy = backend.engine.policy
+    with serving(**DYMOE, low_tier="q2_k") as runtime:
+        policy = runtime.engine.policy
         usual = policy.settings
-        backend.go_by(backend.settings_for({"retention": 0.25}))
+        runtime.go_by(runtime.settings_for({"retention": 0.25}))
         assert policy.settings == replace(usual, retention=0.25)
-        answered(backend, prompt=PROMPT, max_tokens=4)
-        backend.go_by(backend.settings_for({}))
+        answered(runtime, prompt=PROMPT, max_tokens=4)
+        runtime.go_by(runtime.settings_for({}))
         assert policy.settings == usual
         for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}, {"max_loss": 0.1}):
             with pytest.raises(ConfigError):
-                backend.settings_for(wrong)
+                runtime.settings_for(wrong)
     with serving(policy="plain") as plain:
         with pytest.raises(ConfigError, match="no policy"):
             plain.settings_for({"retention": 0.5})

@@ -1,10 +1,10 @@
 """What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
 
 import pytest
+from orchestrator.serve.runtime import kept_prompts
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory
-from orchestrator.serve.backend import kept_prompts
 
 from .servers import MIB, answered, ask, broken, serving
 
@@ -13,11 +13,11 @@ LRU = {"policy": "lru", "high_tier": "q4_k", "ram": 140 * MIB}
 WAITS = {"policy": "context", "placement": "wait", "ram": 140 * MIB, "expert_ram": 16 * MIB}
 
 
-def about(backend, country):
+def about(runtime, country):
     """How many tokens of its prompt were read for an answer, and that answer."""
     # Nothing of one prompt is the beginning of another one.
     prompt = f"{country}! " * 40 + f"What is the capital of {country}?"
-    answer = answered(backend, prompt=prompt, max_tokens=4, ignore_eos=True)
+    answer = answered(runtime, prompt=prompt, max_tokens=4, ignore_eos=True)
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
@@ -27,17 +27,17 @@ def about(backend, country):
     [(MIB, COUNTRIES[1:]), (0, COUNTRIES[1:2])],
 )
 def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
-    with serving(**LRU, cache_ram=cache_ram) as backend:
-        assert backend.engine.plan.prompt_bytes == cache_ram
+    with serving(**LRU, cache_ram=cache_ram) as runtime:
+        assert runtime.engine.plan.prompt_bytes == cache_ram
         for country in (COUNTRIES[0], *others):
-            about(backend, country)
-        assert about(backend, COUNTRIES[0])[0] > 40
+            about(runtime, country)
+        assert about(runtime, COUNTRIES[0])[0] > 40
 
 
 def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
     """And may come back behind it."""
-    with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as backend:
-        driver, store = backend.engine.driver, backend.engine.store
+    with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as runtime:
+        driver, store = runtime.engine.driver, runtime.engine.store
         shared, most = driver.shared, 4 * MIB
         planned = sum(size * n for size, n in store.spec.groups)
 
@@ -50,15 +50,15 @@ def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
             return driver.prompts
 
         for country in COUNTRIES:
-            about(backend, country)
+            about(runtime, country)
         assert kept() > MIB
-        long = answered(backend, prompt="So it goes on, " * 180, max_tokens=1)
+        long = answered(runtime, prompt="So it goes on, " * 180, max_tokens=1)
         assert long["timings"]["prompt_n"] > 880
         assert touched_memory(store.library).cache.resident > planned / 4
         assert kept() == 0
-        assert about(backend, COUNTRIES[0])[0] > 40
-        about(backend, COUNTRIES[1])
-        assert about(backend, COUNTRIES[0])[0] < 5
+        assert about(runtime, COUNTRIES[0])[0] > 40
+        about(runtime, COUNTRIES[1])
+        assert about(runtime, COUNTRIES[0])[0] < 5
         assert kept() > 0
 
 
@@ -80,8 +80,8 @@ def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
 
 
 def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
-    with serving(**WAITS) as backend:
-        driver = backend.engine.driver
+    with serving(**WAITS) as runtime:
+        driver = runtime.engine.driver
         asked = []
         follow, wait = driver.follow, driver.before_answer
         waited = []
@@ -99,7 +99,7 @@ def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
 
         monkeypatch.setattr(driver, "follow", following)
         monkeypatch.setattr(driver, "before_answer", waiting)
-        about(backend, "Norway")
+        about(runtime, "Norway")
         # A prompt of more than 64 tokens comes in two steps, and one answer follows it.
         assert asked[:2] == [Phase.PREFILL] * 2 and set(asked[2:]) == {Phase.DECODE}
         assert waited == [True]
@@ -107,11 +107,11 @@ def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
 
 
 def test_a_policy_that_fails_before_an_answer_fails_that_answer(monkeypatch):
-    with serving(**WAITS) as backend:
+    with serving(**WAITS) as runtime:
         with monkeypatch.context() as patched:
-            patched.setattr(backend.engine.driver, "before_answer", broken)
+            patched.setattr(runtime.engine.driver, "before_answer", broken)
             prompt = "Tell me about Norway, please."
-            assert ask(backend, "/v1/completions", prompt=prompt, max_tokens=4)[0] == 500
-            assert backend.failure() == "the policy failed: RuntimeError: no idea"
-        assert about(backend, "Norway")[1]
-        assert backend.failure() is None
+            assert ask(runtime, "/v1/completions", prompt=prompt, max_tokens=4)[0] == 500
+            assert runtime.failure() == "the policy failed: RuntimeError: no idea"
+        assert about(runtime, "Norway")[1]
+        assert runtime.failure() is None

@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 from orchestrator.runtime.engine import Engine
-from orchestrator.serve.backend import SCORED_TOKENS, Stopped, server_config
+from orchestrator.runtime.texts import log_softmax
+from orchestrator.serve.runtime import SCORED_TOKENS, Stopped, server_config
 
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
-from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.serve.admission import Body
 from orchestrator.serve.scoring import score
 from orchestrator.serve.settings import ServeSettings
@@ -26,7 +26,7 @@ OTHERS = ("What is the capital of Norway?", "How many legs does a spider have?")
 
 
 @pytest.fixture(scope="module")
-def backend(library):
+def runtime(library):
     with serving(2, **SETTINGS) as made:
         yield made
 
@@ -38,37 +38,37 @@ def deciding():
         yield made
 
 
-def scored(backend, prompt, top=1, n_more=0, sequence=1):
+def scored(runtime, prompt, top=1, n_more=0, sequence=1):
     data = {"prompt": prompt, "logprobs": top, "max_tokens": n_more}
 
     async def whole():
         state = State(ServeSettings())
         body = Body(state.bodies, 2**17)
         body.data = json.dumps(data).encode()
-        return b"".join(await score(state, backend, body, sequence))
+        return b"".join(await score(state, runtime, body, sequence))
 
     answer = json.loads(asyncio.run(whole()))
     return answer
 
 
-def choice_of(backend, prompt, **more):
-    (choice,) = scored(backend, prompt, **more)["choices"]
+def choice_of(runtime, prompt, **more):
+    (choice,) = scored(runtime, prompt, **more)["choices"]
     found = choice["logprobs"]
     return found
 
 
-def said(backend, prompt, **more):
+def said(runtime, prompt, **more):
     """How many tokens were read for an answer, and that answer."""
-    answer = answered(backend, prompt=prompt, max_tokens=8, ignore_eos=True, **more)
+    answer = answered(runtime, prompt=prompt, max_tokens=8, ignore_eos=True, **more)
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_scores_are_those_of_eval_to_the_bit(backend):
+def test_scores_are_those_of_eval_to_the_bit(runtime):
     """Where eval computes as many tokens at once: sums have another order otherwise, by which a
     router's close choices go."""
-    tokens = backend.engine.tokenize(TEXT * 5)
-    assert SCORED_TOKENS == backend.engine.context.outputs < len(tokens)
-    found = choice_of(backend, tokens, top=3, n_more=1)
+    tokens = runtime.engine.tokenize(TEXT * 5)
+    assert SCORED_TOKENS == runtime.engine.context.outputs < len(tokens)
+    found = choice_of(runtime, tokens, top=3, n_more=1)
     with Engine.open(config(**SETTINGS, ubatch=SCORED_TOKENS, logits_all=True)) as engine:
         rows = Judge(engine, prefill=True).rows([*tokens, 0])
         expected = [log_softmax(row) for row in rows]
@@ -80,40 +80,40 @@ def test_scores_are_those_of_eval_to_the_bit(backend):
         assert list(named.values()) == best + [logp] * (logp not in best)
 
 
-def test_there_is_room_for_the_longest_prompt_whatever_is_kept(backend):
+def test_there_is_room_for_the_longest_prompt_whatever_is_kept(runtime):
     """Both sequences hold whole contexts; the one that is scored on loses what it held, and the
     other one goes on from what was read."""
-    room = backend.slot_context
-    words = backend.engine.tokenize(TEXT * 20)
-    prompts = [[*backend.engine.tokenize(other), *words][: room - 8] for other in OTHERS]
-    first = choice_of(backend, words[:room])
+    room = runtime.slot_context
+    words = runtime.engine.tokenize(TEXT * 20)
+    prompts = [[*runtime.engine.tokenize(other), *words][: room - 8] for other in OTHERS]
+    first = choice_of(runtime, words[:room])
     for seat, prompt in enumerate(prompts):
-        assert said(backend, prompt, id_slot=seat)[0] == room - 8
-    assert choice_of(backend, words[:room]) == first
-    assert said(backend, prompts[0], id_slot=0)[0] < 8
-    assert said(backend, prompts[1], id_slot=1)[0] == room - 8
-    scored(backend, "a")  # gives the second one back, for the other tests
+        assert said(runtime, prompt, id_slot=seat)[0] == room - 8
+    assert choice_of(runtime, words[:room]) == first
+    assert said(runtime, prompts[0], id_slot=0)[0] < 8
+    assert said(runtime, prompts[1], id_slot=1)[0] == room - 8
+    scored(runtime, "a")  # gives the second one back, for the other tests
 
 
-def test_what_is_answered_is_the_same_before_and_behind(backend):
-    before = said(backend, OTHERS[0], cache_prompt=False)
-    scored(backend, TEXT)
-    backend.engine.store.reset_stats()
-    assert said(backend, OTHERS[0], cache_prompt=False) == before
-    assert backend.engine.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
+def test_what_is_answered_is_the_same_before_and_behind(runtime):
+    before = said(runtime, OTHERS[0], cache_prompt=False)
+    scored(runtime, TEXT)
+    runtime.engine.store.reset_stats()
+    assert said(runtime, OTHERS[0], cache_prompt=False) == before
+    assert runtime.engine.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
 
 
-def test_it_ends_between_parts_and_leaves_nothing(backend):
-    tokens = np.array(backend.engine.tokenize(TEXT * 5), np.int32)
+def test_it_ends_between_parts_and_leaves_nothing(runtime):
+    tokens = np.array(runtime.engine.tokenize(TEXT * 5), np.int32)
     goes_on = iter((True, True, False))
-    parts = backend.score(tokens, 1, lambda: next(goes_on))
+    parts = runtime.score(tokens, 1, lambda: next(goes_on))
     assert [len(next(parts)) for _ in range(2)] == [SCORED_TOKENS] * 2
     with pytest.raises(Stopped):
         next(parts)
-    context = backend.engine.context
+    context = runtime.engine.context
     memory = context.api.llama_get_memory(context.handle)
     assert context.api.llama_memory_seq_pos_max(memory, 1) == -1
-    assert said(backend, OTHERS[0])[1]
+    assert said(runtime, OTHERS[0])[1]
 
 
 def test_a_policy_that_fails_fails_the_request_alone(deciding, monkeypatch):

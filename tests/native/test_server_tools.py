@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from speaking import CAPITAL
-
 from orchestrator.runtime.texts import ChatTemplate
+from speaking import CAPITAL
 
 from .servers import MIB, answered, ask, serving
 
@@ -79,22 +78,22 @@ def serving_with(folder, template):
         path = folder / "template.jinja"
         path.write_text(template)
     settings = {"policy": "lru", "high_tier": "q4_k", "ctx": 1024, "ram": 150 * MIB}
-    with serving(template=path, **settings) as backend:
-        yield backend, path.read_text() if path else backend.engine.llama.chat_template()
+    with serving(template=path, **settings) as runtime:
+        yield runtime, path.read_text() if path else runtime.engine.llama.chat_template()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_choice_of_tools_is_kept(tmp_path, name):
-    with serving_with(tmp_path, TEMPLATES[name]) as (backend, source):
-        plain = answered(backend, RENDER, messages=TURNS)["prompt"]
+    with serving_with(tmp_path, TEMPLATES[name]) as (runtime, source):
+        plain = answered(runtime, RENDER, messages=TURNS)["prompt"]
         if not isinstance(TEMPLATES[name], Path):  # its block trimming is another one
             assert plain == ChatTemplate(source, "", "").render(TURNS)
         common = {"messages": TURNS, "tools": [CAPITAL], "max_tokens": 300}
         # A model that has never seen a tool calls without end where it may.
         common["parallel_tool_calls"] = False
-        told = answered(backend, RENDER, **common)["prompt"]
+        told = answered(runtime, RENDER, **common)["prompt"]
         assert "The capital of a country." in told and "And of Peru?" in told
-        made = answered(backend, CHAT, **common, tool_choice="required")
+        made = answered(runtime, CHAT, **common, tool_choice="required")
         (choice,) = made["choices"]
         assert choice["finish_reason"] == "tool_calls", choice
         assert not (choice["message"].get("content") or "").strip()
@@ -103,12 +102,12 @@ def test_a_choice_of_tools_is_kept(tmp_path, name):
             assert json.loads(call["function"]["arguments"])["country"] in ("Norway", "Peru")
         # A format is about a text, and there is none.
         common["response_format"] = {"type": "json_schema", "json_schema": {"schema": STRING}}
-        made = answered(backend, CHAT, **common, tool_choice="required")
+        made = answered(runtime, CHAT, **common, tool_choice="required")
         assert made["choices"][0]["finish_reason"] == "tool_calls"
         del common["response_format"]
-        free = answered(backend, CHAT, **common, tool_choice="none")
+        free = answered(runtime, CHAT, **common, tool_choice="none")
         assert free["choices"][0]["finish_reason"] in ("stop", "length")
-        after = answered(backend, RENDER, messages=AFTER_A_CALL, tools=[CAPITAL])["prompt"]
+        after = answered(runtime, RENDER, messages=AFTER_A_CALL, tools=[CAPITAL])["prompt"]
         assert after.index('{"country": "Peru"}') < after.index("Lima") < after.index("Really.")
 
 
@@ -117,9 +116,9 @@ def test_reasoning_stands_apart(tmp_path):
     # It has never seen a thought.
     grammar = r'root ::= "Let me think.\n</think>\n\nIt is Lima."'
     data = {"messages": TURNS, "max_tokens": 60, "grammar": grammar}
-    with serving_with(tmp_path, REASONING) as (backend, _):
-        whole = answered(backend, CHAT, **data)["choices"][0]["message"]
-        status, lines = ask(backend, CHAT, **data, stream=True, temperature=0)
+    with serving_with(tmp_path, REASONING) as (runtime, _):
+        whole = answered(runtime, CHAT, **data)["choices"][0]["message"]
+        status, lines = ask(runtime, CHAT, **data, stream=True, temperature=0)
     assert status == 200
     events = [json.loads(line) for line in lines if line.startswith("{")]
     deltas = [choice["delta"] for event in events for choice in event["choices"]]
@@ -132,11 +131,11 @@ def test_reasoning_stands_apart(tmp_path):
 def test_a_message_after_the_result_of_a_tool(tmp_path):
     """It stays a message of its own unless the template refuses that."""
     asked = [*AFTER_A_CALL, {"role": "user", "content": [{"type": "text", "text": "Be brief."}]}]
-    with serving_with(tmp_path, IN_TURNS) as (backend, _):
-        prompt = answered(backend, RENDER, messages=asked)["prompt"]
+    with serving_with(tmp_path, IN_TURNS) as (runtime, _):
+        prompt = answered(runtime, RENDER, messages=asked)["prompt"]
         assert "[tool]It is Lima.\n[tool]Really.\n\nBe brief.\n" in prompt
-        status, refused = ask(backend, RENDER, messages=TURNS[:1] * 2)
+        status, refused = ask(runtime, RENDER, messages=TURNS[:1] * 2)
         assert status == 400 and "roles must alternate" in refused["error"]["message"]
-    with serving_with(tmp_path, CHATML) as (backend, _):
-        prompt = answered(backend, RENDER, messages=asked)["prompt"]
+    with serving_with(tmp_path, CHATML) as (runtime, _):
+        prompt = answered(runtime, RENDER, messages=asked)["prompt"]
         assert "user\nBe brief." in prompt and prompt.index("Really.") < prompt.index("Be brief.")

@@ -141,7 +141,7 @@ def test_it_answers_and_names_its_set(run):
 def test_the_server_needs_no_compiler(run, tmp_path):
     code = """
 from orchestrator.native.llama import Bindings
-from orchestrator.serve.service import server_library
+from orchestrator.runtime.answering import server_library
 server_library(Bindings.load(), lambda: True)
 """
     done = run("-c", code)

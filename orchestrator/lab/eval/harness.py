@@ -39,8 +39,8 @@ _MAX_GEN_TOKENS = 256
 
 @register_model("moe-edge")
 class MoeEdgeLM(TemplateLM):
-    """A loaded model for lm_eval, which asks for log-likelihoods of continuations and of whole texts,
-    and for generated text."""
+    """A loaded model for lm_eval. It gives log-likelihoods of continuations and of whole texts, and
+    generated text."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.runtime.runtime import Runtime
 
 
 def open_engine(model, **settings):

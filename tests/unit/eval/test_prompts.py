@@ -14,8 +14,8 @@ from orchestrator.events import Phase
 from orchestrator.lab.eval import EvalOptions
 from orchestrator.lab.eval.judge import Judge, score_text
 from orchestrator.lab.eval.text import Document, Window
-from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.runtime.runtime import Runtime
 
 POLICIES = {
     "plain": {"policy": "plain"},

@@ -1,11 +1,11 @@
 """Where an answer ends, how settings of sampling are written, and chat templates."""
 
 import pytest
+from orchestrator.runtime.texts import ChatTemplate, StopTexts
 from tables import cases
 
 from orchestrator.config import Config, Sampling
 from orchestrator.errors import MoeEdgeError, SettingError
-from orchestrator.runtime.texts import ChatTemplate, StopTexts
 
 
 def streamed(pieces, *stop):

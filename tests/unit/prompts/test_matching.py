@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
+from orchestrator.runtime.prompts import PromptCache, as_held
 from tables import cases
 
 from orchestrator.memory.footprint import PROMPT_MARKS
 from orchestrator.runtime.prompt_copies import Shelf
-from orchestrator.runtime.prompts import PromptCache, as_held
 
 BEGIN, END = 1, 2
 

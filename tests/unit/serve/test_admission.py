@@ -9,13 +9,25 @@ from functools import partial
 
 import pytest
 from asgi import HANG_S, Client, ask, begun, body_of, end_of, in_a_loop, until
-from fake_backend import FakeBackend, app_for, served_by, whole
+from fake_served import FakeServed, app_for, served_by, whole
 from paths import CHAT, COMPLETIONS, COUNT
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.serve.admission import BODY_FACTOR, KEPT, WHOLE_FACTOR, Bodies, Gate, Unread
-from orchestrator.serve.backend import PIECE_CHARS, Words, server_config
+from orchestrator.runtime.answering import AHEAD_BYTES, AHEAD_COPIES, ANSWER_BYTES
+from orchestrator.serve.admission import (
+    BODY_FACTOR,
+    KEPT,
+    PROBS_BYTES,
+    UNREAD_BYTES,
+    WHOLE_FACTOR,
+    Bodies,
+    Gate,
+    Unread,
+)
+from orchestrator.serve.bodies import PIECE_CHARS, Words
+from orchestrator.serve.served import PROCESS_BYTES, SCORE_BYTES, SCORED_MOST, answering
+from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
 WORKERS = ThreadPoolExecutor(2)
@@ -31,7 +43,7 @@ class Halted(Client):
 
 def test_who_says_much_and_sends_nothing_holds_nobody_up():
     """Place is taken by bytes that are here."""
-    state, app = served_by(FakeBackend(whole()))
+    state, app = served_by(FakeServed(whole()))
 
     async def run():
         silent = []
@@ -57,7 +69,7 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up():
 async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
     """Before, two long ones took all that there was for any request."""
     go_on = threading.Event()
-    state, app = served_by(FakeBackend(whole(hold=go_on), *(whole() for _ in range(7))))
+    state, app = served_by(FakeServed(whole(hold=go_on), *(whole() for _ in range(7))))
     replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
     await until(lambda: state.gate.waiting == 5)
     assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
@@ -68,7 +80,7 @@ async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
 
 
 def test_a_body_without_room_is_refused_at_once():
-    state, app = served_by(FakeBackend(whole()))
+    state, app = served_by(FakeServed(whole()))
     state.bodies.kept_bytes += KEPT * 2**17 - 10
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
     assert reply.status == 503 and reply.headers["retry-after"] == "1"
@@ -81,7 +93,7 @@ def test_a_body_without_room_is_refused_at_once():
 
 def test_each_request_gives_its_room_back():
     """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
-    state, app = served_by(FakeBackend(*(whole() for _ in range(20))))
+    state, app = served_by(FakeServed(*(whole() for _ in range(20))))
 
     async def run():
         bodies = [("/tokenize", {"content": "a" * 60_000})] * 10
@@ -145,7 +157,7 @@ def sent(app, path, data, address):
 @in_a_loop
 async def test_one_client_cannot_take_all_the_memory_for_bodies():
     go_on = threading.Event()
-    state, app = served_by(FakeBackend(*(whole(hold=go_on) for _ in range(30))), queue=30)
+    state, app = served_by(FakeServed(*(whole(hold=go_on) for _ in range(30))), queue=30)
 
     async def arrived(address):
         gate, bodies = state.gate, state.bodies
@@ -168,15 +180,15 @@ async def test_one_client_cannot_take_all_the_memory_for_bodies():
 async def test_a_client_that_leaves_takes_its_waiting_body_along():
     """Its body is never looked at, and what is asked for it ends."""
     holding = whole(hold=threading.Event())
-    state, app = served_by(FakeBackend(holding, whole()))
+    state, app = served_by(FakeServed(holding, whole()))
     first, reply = begun(app, "/tokenize", {"content": "a"})
-    await until(lambda: state.backend.asked)
+    await until(lambda: state.served.asked)
     gone = [begun(app, "/tokenize", {"content": "b"}) for _ in range(4)]
     await until(lambda: state.bodies.waiting == 4)
     for client, _ in gone:
         client.leave()
     assert [(await end_of(task)).status for _, task in gone] == [499] * 4
-    assert state.bodies.waiting == 0 and len(state.backend.asked) == 1
+    assert state.bodies.waiting == 0 and len(state.served.asked) == 1
     first.leave()
     assert (await end_of(reply)).status == 499 and holding.cancelled.is_set()
     assert state.bodies.kept_bytes == 0
@@ -227,10 +239,10 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     path, data, chars_a_token, word, says
 ):
     """Where each character is a token it took 130 times its length, and one long word 160 times."""
-    backend = FakeBackend(whole())
-    backend.count_tokens = lambda text: (int(len(text) / chars_a_token), word)
-    reply = ask(app_for(backend), path, data)
-    assert (reply.status, bool(backend.asked)) == ((200, True) if says is None else (400, False))
+    served = FakeServed(whole())
+    served.count_tokens = lambda text: (int(len(text) / chars_a_token), word)
+    reply = ask(app_for(served), path, data)
+    assert (reply.status, bool(served.asked)) == ((200, True) if says is None else (400, False))
     assert says is None or says in reply.json()["error"]["message"]
 
 
@@ -277,17 +289,19 @@ def test_a_long_word_is_found_across_the_pieces_that_are_searched():
 
 def test_the_plan_counts_them():
     config = Config.build(model="a.gguf")
-    one, longer, more, joined = (
-        server_config(config, parallel, longest, factor).beside
-        for parallel, longest, factor in (
-            (1, 1000, BODY_FACTOR),
-            (1, 2000, BODY_FACTOR),
-            (4, 1000, BODY_FACTOR),
-            (1, 1000, WHOLE_FACTOR),
-        )
-    )
+
+    def planned(parallel, longest, kind="gpt2"):
+        settings = ServeSettings(parallel=parallel, body_limit=longest)
+        return answering(config, settings, Words(kind, ""), "").config(config).beside
+
+    one, longer = planned(1, 1000), planned(1, 2000)
+    more, joined = planned(4, 1000), planned(1, 1000, "llama")
+    answers = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES + PROBS_BYTES
+    bodies = (KEPT + 2 * BODY_FACTOR) * 1000
+    scores = SCORE_BYTES * SCORED_MOST
+    assert one == PROCESS_BYTES + bodies + UNREAD_BYTES + answers + scores
     assert longer - one == (KEPT + 2 * BODY_FACTOR) * 1000
-    assert more - one > 3 * BODY_FACTOR * 1000
+    assert more - one == 3 * (answers + BODY_FACTOR * 1000)
     assert joined - one == 2 * (WHOLE_FACTOR - BODY_FACTOR) * 1000
 
 

@@ -7,9 +7,9 @@ from threading import Event
 
 import pytest
 from asgi import SAID, Client, ask, begun, body_of, end_of, in_a_loop, until
-from fake_backend import (
-    FakeBackend,
+from fake_served import (
     FakeRequest,
+    FakeServed,
     app_for,
     reply_of,
     served_by,
@@ -64,7 +64,7 @@ async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
     monkeypatch.setattr(answer, "PING_S", 0.05)
     pause, beside = Event(), Event()
     reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=beside)]
-    _, app = served_by(FakeBackend(*reads), parallel=2)
+    _, app = served_by(FakeServed(*reads), parallel=2)
     client, task = begun(app, CHAT, {**STREAM, "return_progress": True})
     await until(lambda: progress(60) in client.reply.parts)
     other, other_task = begun(app, CHAT, STREAM)
@@ -176,12 +176,12 @@ def test_events_of_several_prompts_that_say_nothing_are_left_out():
     ],
 )
 def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
-    state, app = served_by(FakeBackend(made))
+    state, app = served_by(FakeServed(made))
     made.hold = Event()
 
     async def run():
         _, task = begun(app, CHAT, data)
-        await until(lambda: state.gate.running == 1 and state.backend.asked)
+        await until(lambda: state.gate.running == 1 and state.served.asked)
         state.stopping = True
         made.hold.set()
         return await end_of(task)
@@ -198,14 +198,14 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
     ("/v1/models", None, b"", 200),
 )
 def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data, answer, status):
-    state, app = served_by(FakeBackend(whole(answer, status, hold=Event())))
+    state, app = served_by(FakeServed(whole(answer, status, hold=Event())))
 
     async def run():
         method = "GET" if data is None else "POST"
         task = asyncio.create_task(Client(app, method, path, body_of(data)).run())
-        await until(lambda: state.backend.asked)
+        await until(lambda: state.served.asked)
         state.stopping = True
-        state.backend.requests[0].hold.set()
+        state.served.requests[0].hold.set()
         return await end_of(task)
 
     reply = asyncio.run(run())
@@ -251,8 +251,8 @@ async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
     """Anthropic's clients know an error by its event's name."""
     hold, other = Event(), Event()
-    backend = FakeBackend(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
-    app = app_for(backend)
+    served = FakeServed(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
+    app = app_for(served)
     reply = asyncio.run(streamed(app, hold, path))
     assert reply.status == 200 and reply.parts[0].startswith(b":")
     # An error that comes after the comments is an event, not a status.
@@ -285,11 +285,11 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
     unread = [whole(b'{"error": {"message": "no such role"}}', 400)] * ("messages" in data)
-    backend = FakeBackend(whole(hold=hold), counts[0], *unread, counts[1], streaming(FINAL))
-    app = app_for(backend)
+    served = FakeServed(whole(hold=hold), counts[0], *unread, counts[1], streaming(FINAL))
+    app = app_for(served)
     asked = {**data, "stream": True}
     _, running = begun(app, CHAT, ASK)
-    await until(lambda: backend.asked)
+    await until(lambda: served.asked)
     long = await end_of(begun(app, path, asked)[1])
     error = long.json()["error"]
     assert long.status == 400 and error["type"] == "exceed_context_size_error"
@@ -303,13 +303,13 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert b"hit_rate" in short.parts[-1]
     await running
     assert counts[0].closed and counts[1].closed
-    assert len(backend.asked) == 4 + len(unread)  # each is counted once
+    assert len(served.asked) == 4 + len(unread)  # each is counted once
 
 
 @in_a_loop
 async def test_nobody_waits_for_ever_and_the_line_is_bounded():
     holds = [whole(hold=Event()) for _ in range(3)]
-    state, app = served_by(FakeBackend(*holds), queue=1, timeout=1)
+    state, app = served_by(FakeServed(*holds), queue=1, timeout=1)
     replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
     assert sorted(reply.status for reply in replies) == [429, 504, 504]
     assert state.gate.running == state.gate.waiting == 0
@@ -320,8 +320,8 @@ async def test_nobody_waits_for_ever_and_the_line_is_bounded():
 def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
     """It gives its place back; one that leaves the line lets nobody in."""
     hold = Event()
-    backend = FakeBackend(whole(hold=hold), whole(), whole())
-    state, app = served_by(backend)
+    served = FakeServed(whole(hold=hold), whole(), whole())
+    state, app = served_by(served)
 
     async def leave():
         running = []
@@ -332,11 +332,11 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
         client.leave()
         await end_of(task)
         if leaving == 0:
-            assert backend.requests[0].cancelled.is_set() and backend.requests[0].closed
+            assert served.requests[0].cancelled.is_set() and served.requests[0].closed
         else:
             await asyncio.sleep(0.05)
             assert (state.gate.running, state.gate.waiting) == (1, 1)
-            assert len(backend.asked) == 1  # the second one waits until the first has ended
+            assert len(served.asked) == 1  # the second one waits until the first has ended
         hold.set()
         return [(await end_of(each)).status for _, each in running]
 
@@ -364,7 +364,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
     """What is unread stays in memory, counted, and the oldest of it goes."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     state, app = served_by(
-        FakeBackend(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
+        FakeServed(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
     )
     running = []
     for _ in range(2):
@@ -385,7 +385,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
 async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state, app = served_by(
-        FakeBackend(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
+        FakeServed(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
     )
     slow, ends = begun(app, CHAT, STREAM, Deaf)
     await until(lambda: state.unread.n_bytes > 0)
@@ -400,7 +400,7 @@ async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
 
 @in_a_loop
 async def test_who_reads_nothing_until_the_timeout_is_cut():
-    app = app_for(FakeBackend(streaming(PART, FINAL, pause=Event())), timeout=1)
+    app = app_for(FakeServed(streaming(PART, FINAL, pause=Event())), timeout=1)
     deaf, ends = begun(app, CHAT, STREAM, Deaf)
     await end_of(ends)
     assert deaf.aborted.is_set()
@@ -412,7 +412,7 @@ def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(mon
 
     monkeypatch.setattr(os, "pipe", none)
     request = whole()
-    state, app = served_by(FakeBackend(request), parallel=1)
+    state, app = served_by(FakeServed(request), parallel=1)
     reply = ask(app, CHAT, ASK)
     assert reply.status == 503 and "Too many open files" in reply.json()["error"]["message"]
     assert state.gate.running == 0 and request.closed

@@ -7,14 +7,14 @@ from contextlib import closing
 
 import pytest
 from asgi import HANG_S, ask, at_once, begun, end_of, in_a_loop
-from fake_backend import quiet, state_with
+from fake_served import quiet, state_with
 from paths import COMPLETIONS
 from served import DEMO, server_library
 
 from orchestrator.config import Config
 from orchestrator.runtime.idle import Idle
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend
+from orchestrator.serve.served import Backend
 from orchestrator.serve.settings import ServeSettings
 
 ASK = {"prompt": "Tell", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -27,9 +27,9 @@ def made(parallel=1, **settings):
     return Backend(config, ServeSettings(parallel=parallel), server_library(), lambda *_: None)
 
 
-def app_of(backend):
-    state = state_with(backend, parallel=backend.parallel)
-    state.gate.open(backend.cells)
+def app_of(served):
+    state = state_with(served, parallel=served.parallel)
+    state.gate.open(served.about.n_cells)
     return application(state, quiet)
 
 
@@ -38,7 +38,7 @@ def said(app, *asked):
 
 
 @pytest.fixture
-def backend():
+def served():
     with closing(made()) as found:
         yield found
 
@@ -53,9 +53,9 @@ def asked_at_once(monkeypatch):
         yield found
 
 
-def test_experts_come_in_until_a_request_and_behind_it(backend, asked_at_once):
+def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
     """The answers are what they are without, and nothing is read for nobody beside them."""
-    driver, store, app = backend.engine.driver, backend.engine.store, app_of(backend)
+    driver, store, app = served.engine.driver, served.engine.store, app_of(served)
     driver._idle.wait()
     assert driver.brought > 0 and store.full
     expected = said(app, ASK)
@@ -75,8 +75,8 @@ def test_experts_come_in_until_a_request_and_behind_it(backend, asked_at_once):
 @in_a_loop
 async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
     """Its request has ended, and its step runs on."""
-    backend = asked_at_once
-    driver, store = backend.engine.driver, backend.engine.store
+    served = asked_at_once
+    driver, store = served.engine.driver, served.engine.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()
     settle, seen = driver.settle, []
 
@@ -92,7 +92,7 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
 
     store.set_step_done(held)
     monkeypatch.setattr(driver, "settle", settles)
-    app = app_of(backend)
+    app = app_of(served)
     client, task = begun(app, COMPLETIONS, ASK)
     loop = asyncio.get_running_loop()
     assert await loop.run_in_executor(None, in_step.wait, HANG_S)
@@ -104,8 +104,8 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
     assert seen == ["step", "idle"]
 
 
-def test_figures_do_not_end_it(backend):
-    thread, app = backend.engine.driver._idle._thread, app_of(backend)
+def test_figures_do_not_end_it(served):
+    thread, app = served.engine.driver._idle._thread, app_of(served)
     assert thread is not None
     assert [ask(app, path).status for path in ("/metrics", "/experts", "/props")] == [200] * 3
-    assert backend.engine.driver._idle._thread is thread
+    assert served.engine.driver._idle._thread is thread

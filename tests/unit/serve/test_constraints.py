@@ -5,12 +5,12 @@ import re
 
 import pytest
 from asgi import SAID
-from fake_backend import FakeBackend
+from fake_served import FakeServed
 from paths import CHAT, MESSAGES, RESPONSES
 
 from orchestrator.serve.constraints import rewritten, rewritten_arguments
 from orchestrator.serve.patterns import PatternError, of_words, translated
-from orchestrator.serve.requests import GRAMMAR_SCHEMA, read_request
+from orchestrator.serve.requests import GRAMMAR_SCHEMA, settle_request
 from orchestrator.serve.wire import Refusal
 
 
@@ -204,17 +204,17 @@ def tool_of(route, schema, **more):
 
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
 def test_a_tool_is_served_and_noted_or_strict(route):
-    backend = FakeBackend()
+    served = FakeServed()
     data, where = tool_of(route, ODD)
-    made, _ = read_request(route, json.dumps(data).encode(), backend)
-    (note,) = backend.notes
+    settle_request(route, data, 0, served)
+    (note,) = served.notes
     assert f"{where}.properties.p.maximum" in note and "'f'" in note
-    tool = made["tools"][0]
+    tool = data["tools"][0]
     parameters = tool.get("function", tool).get("parameters", tool.get("input_schema"))
     assert parameters == {**ODD, GRAMMAR_SCHEMA: of(p={"type": "number"})}  # the model sees its own
     data, where = tool_of(route, ODD, strict=True)
     with pytest.raises(Refusal, match="is strict") as refused:
-        read_request(route, json.dumps(data).encode(), backend)
+        settle_request(route, data, 0, served)
     assert refused.value.message.startswith(f"{where}.properties.p.maximum")
 
 
@@ -229,9 +229,9 @@ FORMATS = {
 
 @pytest.mark.parametrize("where", FORMATS)
 def test_a_format_is_enforced_or_refused(where):
-    data = {"messages": SAID, **FORMATS[where]}
+    text = json.dumps({"messages": SAID, **FORMATS[where]})
     with pytest.raises(Refusal) as refused:
-        read_request(CHAT, json.dumps(data).encode(), FakeBackend())
+        settle_request(CHAT, json.loads(text), 0, FakeServed())
     assert refused.value.message.startswith(f"{where}.properties.p.maximum")
-    good = json.dumps(data).replace('"number"', '"integer"').encode()
-    assert read_request(CHAT, good, FakeBackend())
+    good = text.replace('"number"', '"integer"')
+    assert settle_request(CHAT, json.loads(good), 0, FakeServed()) == {}

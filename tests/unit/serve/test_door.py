@@ -6,7 +6,7 @@ import json
 import pytest
 from asgi import Client, ask, body_of
 from command_line import run
-from fake_backend import FakeBackend, app_for, assert_refused, quiet, served_by, state_with, whole
+from fake_served import FakeServed, app_for, assert_refused, quiet, served_by, state_with, whole
 from paths import CHAT
 from tables import cases
 
@@ -21,7 +21,7 @@ EVIL = "https://evil.example"
 
 
 def app_with(**settings):
-    return app_for(FakeBackend(*(whole(b'{"ok": 1}') for _ in range(4))), **settings)
+    return app_for(FakeServed(*(whole(b'{"ok": 1}') for _ in range(4))), **settings)
 
 
 @cases(
@@ -88,7 +88,7 @@ def test_the_client_is_its_key_or_its_address():
     """Clients take turns by this name."""
     seen = []
     for settings, headers in (({}, {}), (KEY, {"x_api_key": "secret"})):
-        state, app = served_by(FakeBackend(whole()), **settings)
+        state, app = served_by(FakeServed(whole()), **settings)
         join = state.gate.join
         state.gate.join = lambda *asked, join=join: seen.append(asked[2]) or join(*asked)
         client = Client(app, "POST", CHAT, body_of(MESSAGE), **headers)
@@ -159,7 +159,7 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
 def test_bodies_that_cannot_be_served(body, status, says):
-    assert_refused(app_for(FakeBackend()), CHAT, body, says, status)
+    assert_refused(app_for(FakeServed()), CHAT, body, says, status)
 
 
 def test_a_body_is_as_long_as_the_context_has_use_for():
@@ -176,16 +176,16 @@ ROOM = ": the context has room for --body-limit 512KiB"
 @pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
 def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx, says):
     """Without --ctx the context is known once the model has loaded, and the limit before."""
-    backend = FakeBackend()
-    backend.slot_context = n_ctx
-    reply = ask(app_for(backend), CHAT, b" " * 2**18)
+    served = FakeServed()
+    served.about.n_ctx = n_ctx
+    reply = ask(app_for(served), CHAT, b" " * 2**18)
     said = reply.json()["error"]["message"]
     assert reply.status == 413 and "--body-limit" in said and says in said, said
     assert ("the context has room" in said) is (n_ctx > 512)
 
 
-class Failing(FakeBackend):
-    def request(self, route, body):
+class Failing(FakeServed):
+    def query(self, route, body=b""):
         raise NativeError("there was no memory for the answer")
 
 
@@ -199,7 +199,7 @@ def test_a_native_failure_on_a_quick_path_is_its_sentence(path, data):
 def test_a_model_is_found_by_its_name():
     found = {"id": "org/demo", "object": "model"}
     text = json.dumps({"data": [found], "models": []}).encode()
-    app = app_for(FakeBackend(*(whole(text) for _ in range(3))))
+    app = app_for(FakeServed(*(whole(text) for _ in range(3))))
     assert ask(app, "/v1/models/org/demo").json() == found
     assert ask(app, "/models/org/demo").status == 200
     other = ask(app, "/v1/models/gpt-5")
@@ -227,7 +227,7 @@ def test_nothing_is_served_while_the_model_loads_and_at_the_end():
         reply = ask(app, path, data)
         assert reply.status == 503 and "loading" in reply.json()["error"]["message"]
         assert reply.headers["retry-after"] == "1"
-    state.backend = FakeBackend()
+    state.served = FakeServed()
     assert ask(app, "/health").status == 200
     state.stopping = True
     assert ask(app, "/health").status == 503
@@ -240,18 +240,18 @@ def test_nothing_is_served_while_the_model_loads_and_at_the_end():
 )
 def test_a_request_is_one_line_of_the_log_without_its_contents(path, data, line):
     lines = []
-    ask(application(state_with(FakeBackend(whole())), lines.append), path, data)
+    ask(application(state_with(FakeServed(whole())), lines.append), path, data)
     assert len(lines) == 1 and lines[0].startswith(line) and "secret" not in lines[0]
 
 
 def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp():
-    backend = FakeBackend(whole())
-    app = app_for(backend)
+    served = FakeServed(whole(), whole())
+    app = app_for(served)
     # Nor may a client choose its slot.
     asked = {**MESSAGE, "moe_edge": {"retention": 0.5}, "id_slot": 7}
     assert ask(app, CHAT, asked).status == 200
-    assert backend.used == [{"retention": 0.5}]
-    ((route, body),) = backend.asked
+    assert served.used == [{"retention": 0.5}]
+    ((route, body),) = served.asked
     assert (route, json.loads(body)) == (CHAT, MESSAGE)
     for wrong, says in (("bad", "bad is no setting"), ("odd", "needs a second precision")):
         refused = ask(app, CHAT, {**MESSAGE, "moe_edge": {wrong: 1}})
@@ -260,19 +260,19 @@ def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp():
 
 def test_a_path_without_v1_is_llama_cpps_own():
     """`/completions` has llama.cpp's answer, with `content`; `/v1/completions` has OpenAI's."""
-    backend = FakeBackend(*(whole() for _ in range(3)))
-    app = app_for(backend)
+    served = FakeServed(*(whole() for _ in range(3)))
+    app = app_for(served)
     for path in ("/completions", "/completion", "/v1/completions"):
         assert ask(app, path, {"prompt": "a"}).status == 200
-    routes = [route for route, _ in backend.asked]
+    routes = [route for route, _ in served.asked]
     assert routes == ["/completion", "/completion", "/v1/completions"]
 
 
 def test_a_model_that_is_not_there_is_said_before_anything_is_built(tmp_path, monkeypatch):
-    def build(_):
+    def build(*_):
         raise AssertionError("the server is built first")
 
-    monkeypatch.setattr("orchestrator.serve.service.server_library", build)
+    monkeypatch.setattr("orchestrator.runtime.runtime.server_library", build)
     done = run("serve", "-m", tmp_path / "none.gguf", "--port=0")
     assert (done.exit_code, done.stderr) == (
         1,

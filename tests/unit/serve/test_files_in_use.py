@@ -9,7 +9,7 @@ from urllib.error import HTTPError
 
 import pytest
 from asgi import ask
-from fake_backend import FakeBackend, app_for, streaming
+from fake_served import FakeServed, app_for, streaming
 from paths import CHAT
 from served import serving
 from tables import cases
@@ -74,7 +74,7 @@ def test_a_file_that_was_touched_is_compared_with_its_checksums(tmp_path, error)
     assert files.look()[1]
 
 
-class Rewritten(FakeBackend):
+class Rewritten(FakeServed):
     """The file is written to behind so many looks at it."""
 
     looks = 2

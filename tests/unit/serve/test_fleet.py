@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from asgi import ask, begun
-from fake_backend import quiet
+from fake_served import quiet
 from paths import CHAT
 from served import DEMO, HANG_S, REPO, library_path
 from tables import cases

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from asgi import ask
-from fake_backend import FakeBackend, app_for, whole
+from fake_served import FakeServed, app_for, whole
 from paths import CHAT, COUNT, MESSAGES, RESPONSES
 from tables import cases
 
@@ -21,11 +21,11 @@ AS_SENT = None
 
 def seen(path, data):
     """(status, what llama.cpp got, or else the sentence)."""
-    backend = FakeBackend(whole())
-    reply = ask(app_for(backend, parallel=2), path, data)
-    if not backend.asked:
+    served = FakeServed(whole())
+    reply = ask(app_for(served, parallel=2), path, data)
+    if not served.asked:
         return reply.status, reply.json()["error"]["message"]
-    got = json.loads(backend.asked[0][1])
+    got = json.loads(served.asked[0][1])
     got.pop("id_slot", None)
     return reply.status, got
 

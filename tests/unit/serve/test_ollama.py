@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 
 import pytest
 from asgi import SAID, ask
-from fake_backend import FakeBackend, app_for, reply_of, streaming, whole
+from fake_served import FakeServed, app_for, reply_of, streaming, whole
 from tables import cases
 
 CALL = {"function": {"name": "f", "arguments": {"x": "ø"}}}
@@ -93,10 +93,10 @@ OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
     (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
 )
 def test_a_request_becomes_openais(path, asked, got):
-    backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
+    served = FakeServed(streaming(b"data: [DONE]\n\n"))
     needed = {"messages": SAID} if path == CHATTED else {"prompt": "a"}
-    ask(app_for(backend), path, needed | asked)
-    ((route, body),) = backend.asked
+    ask(app_for(served), path, needed | asked)
+    ((route, body),) = served.asked
     assert route == ("/v1/completions" if asked.get("raw") else "/v1/chat/completions")
     assert {name: json.loads(body).get(name) for name in got} == got
 
@@ -152,9 +152,9 @@ def test_arguments_may_be_a_text(arguments, text):
 
 
 def translated(messages):
-    backend = FakeBackend(streaming(b"data: [DONE]\n\n"))
-    assert ask(app_for(backend), "/api/chat", {"messages": messages}).status == 200
-    return json.loads(backend.asked[0][1])["messages"]
+    served = FakeServed(streaming(b"data: [DONE]\n\n"))
+    assert ask(app_for(served), "/api/chat", {"messages": messages}).status == 200
+    return json.loads(served.asked[0][1])["messages"]
 
 
 MODEL = {"id": "m", "meta": {"size": 5, "n_params": 7_000_000_000, "ftype": "Q8_0"}}
@@ -163,10 +163,10 @@ MODEL = {"id": "m", "meta": {"size": 5, "n_params": 7_000_000_000, "ftype": "Q8_
 def test_the_model_is_described_as_ollama_does():
     """With each field that its clients read, among them times that they parse."""
     listing = json.dumps({"data": [MODEL]}).encode()
-    backend = FakeBackend(
+    served = FakeServed(
         whole(listing), whole(listing), whole(listing), whole(b'{"chat_template": "t"}')
     )
-    app = app_for(backend)
+    app = app_for(served)
     (tagged,) = ask(app, "/api/tags").json()["models"]
     (loaded,) = ask(app, "/api/ps").json()["models"]
     shown = ask(app, "/api/show", {}).json()
@@ -197,7 +197,7 @@ def test_the_model_is_described_as_ollama_does():
     ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
 )
 def test_an_error_is_a_sentence(path, asked, status, says):
-    reply = ask(app_for(FakeBackend()), path, asked)
+    reply = ask(app_for(FakeServed()), path, asked)
     assert reply.status == status and list(reply.json()) == ["error"]
     assert says in reply.json()["error"]
 
@@ -208,12 +208,12 @@ def test_an_answer_that_breaks_off_says_why():
     refused = whole(b'{"error": {"message": "too long"}}', 400)
     reply = reply_of(refused, "/api/chat", {"messages": SAID, "stream": False})
     assert (reply.status, reply.json()) == (400, {"error": "too long"})
-    reply = ask(app_for(FakeBackend(), api_key="k"), "/api/tags")
+    reply = ask(app_for(FakeServed(), api_key="k"), "/api/tags")
     assert reply.status == 401 and "a key is missing" in reply.json()["error"]
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
 def test_no_prompt_asks_for_a_model_that_is_loaded(path, name):
     for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
-        said = ask(app_for(FakeBackend()), path, asked).json()
+        said = ask(app_for(FakeServed()), path, asked).json()
         assert (said["done"], said["done_reason"]) == (True, "load")

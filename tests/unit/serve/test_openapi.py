@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from asgi import ask
 from command_line import python
-from fake_backend import FakeBackend, app_for
+from fake_served import FakeServed, app_for
 from served import serving
 from starlette.routing import Route
 
@@ -25,7 +25,7 @@ CHECKS = (
 
 
 def test_it_describes_each_path_and_no_other():
-    app = app_for(FakeBackend())
+    app = app_for(FakeServed())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
         for route in app.routes
@@ -46,7 +46,7 @@ def test_what_it_refers_to_is_there():
 
 
 def test_it_needs_the_key_and_says_so():
-    app = app_for(FakeBackend(), api_key="k")
+    app = app_for(FakeServed(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
     (scheme,) = found["components"]["securitySchemes"].values()
@@ -54,7 +54,7 @@ def test_it_needs_the_key_and_says_so():
 
 
 def test_a_wrong_method_is_told_the_right_one():
-    app = app_for(FakeBackend())
+    app = app_for(FakeServed())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
 
@@ -87,7 +87,7 @@ def elements():
 
 
 def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
-    app = app_for(FakeBackend(), api_key="k")
+    app = app_for(FakeServed(), api_key="k")
     reply = ask(app, "/")
     assert reply.status == 200 and reply.body == PAGE.read_bytes()
     assert "default-src 'none'" in reply.headers["content-security-policy"]

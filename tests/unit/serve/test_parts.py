@@ -4,14 +4,15 @@ import asyncio
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from asgi import HANG_S, end_of, in_a_loop
 
+from orchestrator.runtime import answer as runtime_module
+from orchestrator.runtime.answer import FAST, Answer
 from orchestrator.serve import answer as module
 from orchestrator.serve.admission import outlasting
-from orchestrator.serve.answer import FAST, Parts
+from orchestrator.serve.answer import Parts
 
 N = 20_000
 # A rest that is not cut short takes ten times as long as what hangs.
@@ -98,23 +99,38 @@ class Made:
         self.closed.set()
 
 
+def answer_of(request):
+    def no_costs(_answer):
+        return {}
+
+    def run(_answer, ready):
+        request.run(ready)
+
+    return Answer(request, run, no_costs, lambda: None, lambda: 0.0, lambda: ("end", False))
+
+
 def through(make, use):
     """What a coroutine makes of the parts of such a request, and the request."""
     loop = Loop()
     request = Made(make, loop)
 
     async def run():
-        with ThreadPoolExecutor(1) as workers:
-            parts = Parts(request, workers, lambda: None)
-            try:
-                return await use(parts, request)
-            finally:
-                await parts.close()
+        parts = Parts(answer_of(request), lambda: None)
+        try:
+            return await use(parts, request)
+        finally:
+            await parts.close()
 
     try:
         return loop.run_until_complete(run()), request
     finally:
         loop.close()
+
+
+def rest(monkeypatch, seconds):
+    """How long fast parts wait for each other."""
+    for each in (module, runtime_module):
+        monkeypatch.setattr(each, "REST_S", seconds)
 
 
 async def all_of(parts, _request):
@@ -128,7 +144,7 @@ async def all_of(parts, _request):
 
 def test_all_of_it_arrives_in_order(monkeypatch):
     """However the two meet: a wake-up that is lost would leave a stream silent."""
-    monkeypatch.setattr(module, "REST_S", 1e-4)
+    rest(monkeypatch, 1e-4)
 
     def make(request):
         for number in range(N):
@@ -151,7 +167,7 @@ def put_fast(request, text):
 
 @pytest.fixture
 def long_rest(monkeypatch):
-    monkeypatch.setattr(module, "REST_S", LONG_S)
+    rest(monkeypatch, LONG_S)
 
 
 def test_fast_parts_go_together(long_rest):
@@ -254,9 +270,9 @@ async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
 async def test_who_closes_it_comes_behind_its_end():
     """Also where the thread has ended, and the loop has heard that just now."""
     seen = []
-    with ThreadPoolExecutor(1) as workers:
-        parts = Parts(Made(lambda _: None, None), workers, lambda: seen.append("end"))
-        workers.submit(lambda: None).result(HANG_S)
-        await asyncio.sleep(0)
-        await parts.close()
-        assert seen == ["end"]
+    answer = answer_of(Made(lambda _: None, None))
+    parts = Parts(answer, lambda: seen.append("end"))
+    while not answer.has_ended:
+        time.sleep(1e-3)  # the loop has not heard of it
+    await parts.close()
+    assert seen == ["end"]

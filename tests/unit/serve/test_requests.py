@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from asgi import SAID, ask
-from fake_backend import FakeBackend, app_for, whole
+from fake_served import FakeServed, app_for, whole
 from paths import CHAT, COMPLETIONS, COUNT, INFILL, MESSAGES, NATIVE, RESPONSES
 from real_cache import REAL_CACHE
 from tables import cases
@@ -39,12 +39,12 @@ OUTPUT = {"type": "function_call_output", "call_id": "a"}
 
 def asked(path, data, most_body_bytes=2**20):
     """(status, what llama.cpp got, or else the sentence)."""
-    backend = FakeBackend(whole())
-    backend.most_body_bytes = most_body_bytes
-    reply = ask(app_for(backend, parallel=2), path, data)
-    if not backend.asked:
+    served = FakeServed(whole())
+    served.most_body_bytes = most_body_bytes
+    reply = ask(app_for(served, parallel=2), path, data)
+    if not served.asked:
         return reply.status, reply.json()["error"]["message"]
-    got = json.loads(backend.asked[0][1])
+    got = json.loads(served.asked[0][1])
     got.pop("id_slot", None)  # the server names it
     return reply.status, got
 

@@ -22,7 +22,6 @@ from waiting import wait_until
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.serve import service as module
-from orchestrator.serve.backend import Stopped
 from orchestrator.serve.run import (
     LEAST_CONNECTIONS,
     MOST_CONNECTIONS,
@@ -30,6 +29,7 @@ from orchestrator.serve.run import (
     listen,
     most_connections,
 )
+from orchestrator.serve.state import Stopped
 from orchestrator.serve.settings import ServeSettings
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -104,7 +104,7 @@ def test_a_stop_ends_the_compilers(library, monkeypatch, tmp_path):
 
 
 class Stuck:
-    """A backend whose last step does not end. kept: how often it saved what is to be saved."""
+    """A served whose last step does not end. kept: how often it saved what is to be saved."""
 
     def __init__(self):
         self.kept, self.engine = 0, self
@@ -125,7 +125,7 @@ def test_what_cannot_be_ended_is_not_waited_for(library, where):
     lines = []
     service = made(lines.append)._service
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
-    service.state.backend = stuck if where else None
+    service.state.served = stuck if where else None
 
     def work():
         at_work.set()

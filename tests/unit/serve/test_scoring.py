@@ -7,9 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from asgi import ask
-from fake_backend import FakeBackend, app_for, assert_refused, whole
+from fake_served import FakeServed, app_for, assert_refused, whole
 from orchestrator.runtime.engine import Engine
-from orchestrator.serve.backend import (
+from orchestrator.runtime.texts import log_softmax
+from served import DEMO, HANG_S, running
+from tables import cases
+from waiting import wait_until
+
+from orchestrator.config import Config
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.serve.served import (
     SCORE_BYTES,
     SCORED_MOST,
     SCORED_TOKENS,
@@ -17,13 +24,6 @@ from orchestrator.serve.backend import (
     most_scored,
     server_config,
 )
-from served import DEMO, HANG_S, running
-from tables import cases
-from waiting import wait_until
-
-from orchestrator.config import Config
-from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.evaluator import log_softmax
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
@@ -59,7 +59,7 @@ class ByteModel:
         return token == ord("z")
 
 
-class ScoringBackend(FakeBackend):
+class ScoringServed(FakeServed):
     """The token behind another one is the one with the next number, in two of three."""
 
     name = "bytes"
@@ -81,7 +81,7 @@ class ScoringBackend(FakeBackend):
 
 
 def scored(data, model=None):
-    reply = ask(app_for(ScoringBackend(model)), PATH, data)
+    reply = ask(app_for(ScoringServed(model)), PATH, data)
     assert reply.status == 200, reply.body
     return reply.json()
 
@@ -116,16 +116,16 @@ NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string"
     ({"prompt": ["a" * 512] * 33}, "together"),
 )
 def test_any_other_echo_is_refused(change, names):
-    backend = ScoringBackend()
-    assert_refused(app_for(backend), PATH, ASK | change, names)
-    assert not backend.asked
+    served = ScoringServed()
+    assert_refused(app_for(served), PATH, ASK | change, names)
+    assert not served.asked
 
 
 def test_without_echo_nothing_changes():
-    backend = ScoringBackend()
+    served = ScoringServed()
     data = ASK | {"echo": False, "logprobs": 5, "max_tokens": 9}
-    assert ask(app_for(backend), PATH, data).status == 200
-    assert json.loads(backend.asked[0][1]) == data
+    assert ask(app_for(served), PATH, data).status == 200
+    assert json.loads(served.asked[0][1]) == data
 
 
 HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
@@ -185,9 +185,9 @@ def test_what_is_scored_is_what_the_plan_has():
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
     planned = [server_config(each, 1, 1000).beside for each in (config, longer)]
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
-    backend = ScoringBackend()
-    backend.most_scored = 3
-    assert_refused(app_for(backend), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
+    served = ScoringServed()
+    served.most_scored = 3
+    assert_refused(app_for(served), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
 
 
 @cases(
@@ -196,7 +196,7 @@ def test_what_is_scored_is_what_the_plan_has():
     (RuntimeError("no idea"), 500, "the policy failed"),
 )
 def test_what_fails_is_said_in_a_sentence(error, status, says):
-    assert_refused(app_for(ScoringBackend(error=error)), PATH, ASK, says, status)
+    assert_refused(app_for(ScoringServed(error=error)), PATH, ASK, says, status)
 
 
 OPTIONS = ("--policy", "lru", "--high-tier", "q4_k", "--ctx", "512", "--ram", RAM)

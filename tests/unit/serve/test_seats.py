@@ -5,7 +5,7 @@ import json
 from threading import Event
 
 from asgi import ask, begun, in_a_loop, until
-from fake_backend import FakeBackend, app_for, quiet, state_with, whole
+from fake_served import FakeServed, app_for, quiet, state_with, whole
 from paths import CHAT
 from served import running
 from speaking import CAPITAL
@@ -110,44 +110,44 @@ def test_several_answers_and_several_prompts_take_a_sequence_each(data, n, known
 
 
 def test_the_server_names_it_and_a_client_cannot():
-    backend = FakeBackend(*(whole() for _ in range(6)))
-    app = app_for(backend, parallel=2)
+    served = FakeServed(*(whole() for _ in range(6)))
+    app = app_for(served, parallel=2)
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
     ask(app, CHAT, chat("one", "said", "more"))
     # One conversation, whoever's form it has.
     ask(app, "/v1/messages", {**chat("two", "said", "more"), "max_tokens": 1})
     ask(app, "/v1/completions", {"prompt": ["one", "two"]})
-    assert backend.sequences == [[0], [1], [0], [1], [0, 1]]
-    assert not any("id_slot" in json.loads(body) for _, body in backend.asked)
-    alone = FakeBackend(whole())
+    assert served.sequences == [[0], [1], [0], [1], [0, 1]]
+    assert not any("id_slot" in json.loads(body) for _, body in served.asked)
+    alone = FakeServed(whole())
     ask(app_for(alone), CHAT, chat("one"))
     assert alone.sequences == [[0]]
 
 
 def test_a_client_that_leaves_gives_it_back():
-    backend = FakeBackend(whole(hold=Event()), whole())
-    app = app_for(backend, parallel=2)
+    served = FakeServed(whole(hold=Event()), whole())
+    app = app_for(served, parallel=2)
 
     async def leave():
         client, running = begun(app, CHAT, chat("one"))
-        await until(lambda: backend.asked)
+        await until(lambda: served.asked)
         client.leave()
         await running
 
     asyncio.run(leave())
     ask(app, CHAT, chat("one", "said", "more"))
-    assert backend.sequences == [[0], [0]]
+    assert served.sequences == [[0], [0]]
 
 
 @in_a_loop
 async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
     """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
     held = Event()
-    backend = FakeBackend(whole(), whole(), whole(hold=held), whole())
-    backend.parallel = 2
-    state = state_with(backend, parallel=2)
-    state.gate.open(backend.cells)
+    served = FakeServed(whole(), whole(), whole(hold=held), whole())
+    served.parallel = 2
+    state = state_with(served, parallel=2)
+    state.gate.open(served.about.n_cells)
     app = application(state, quiet)
 
     def request(token, n, limit):
@@ -156,10 +156,10 @@ async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it
     for token in (1, 2):
         await request(token, 400, 100)
     long = request(3, 490, 22)
-    await until(lambda: len(backend.asked) == 3)
-    assert backend.forgotten == []
+    await until(lambda: len(served.asked) == 3)
+    assert served.forgotten == []
     await request(4, 10, 10)
-    assert backend.forgotten == [1]
+    assert served.forgotten == [1]
     held.set()
     await long
 

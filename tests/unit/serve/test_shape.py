@@ -4,7 +4,7 @@ import json
 
 import pytest
 from asgi import SAID, ask
-from fake_backend import FakeBackend, FakeRequest, app_for, assert_refused
+from fake_served import FakeRequest, FakeServed, app_for, assert_refused
 from paths import CHAT, COMPLETIONS, MESSAGES, NATIVE
 from tables import cases
 
@@ -23,12 +23,12 @@ def answered(path, data, *answers, status=200):
     parts = [json.dumps(each).encode() for each in answers]
     if is_stream:
         parts = [b"data: " + part + b"\n\n" for part in parts]
-    backend = FakeBackend(FakeRequest(status, is_stream, parts))
-    reply = ask(app_for(backend), path, data)
+    served = FakeServed(FakeRequest(status, is_stream, parts))
+    reply = ask(app_for(served), path, data)
     assert reply.status == status
     events = [line[6:] for line in reply.body.split(b"\n") if line.startswith(b"data: ")]
     got = [json.loads(each) for each in events] if is_stream else reply.json()
-    return json.loads(backend.asked[0][1]), got
+    return json.loads(served.asked[0][1]), got
 
 
 def completion(text, *tokens, finish="length"):
@@ -98,7 +98,7 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
     (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
 )
 def test_more_probabilities_are_refused(path, data, says):
-    assert_refused(app_for(FakeBackend()), path, data, says)
+    assert_refused(app_for(FakeServed()), path, data, says)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from asgi import begun, in_a_loop
-from fake_backend import quiet, state_with, whole
+from fake_served import quiet, state_with, whole
 from paths import CHAT, COMPLETIONS
 from served import DEMO, server_library
 from tables import cases
@@ -16,17 +16,18 @@ from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.serve.admission import Bodies, Body
 from orchestrator.serve.app import application
-from orchestrator.serve.backend import Backend
 from orchestrator.serve.requests import RESERVED_TOKENS, settle_length
+from orchestrator.serve.served import Backend
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
 
 def counting(n_prompt):
-    """A backend that says of every prompt that it has so many tokens."""
+    """A model that says of every prompt that it has so many tokens."""
     answer = json.dumps({"input_tokens": n_prompt}).encode()
-    context = {"cells": 60_000, "slot_context": 30_000, "parallel": 3, "max_tokens": None}
-    return SimpleNamespace(**context, request=lambda *_: whole(answer))
+    about = SimpleNamespace(n_cells=60_000, n_ctx=30_000)
+    runtime = SimpleNamespace(query=lambda *_: whole(answer))
+    return SimpleNamespace(about=about, runtime=runtime, parallel=3, max_tokens=None)
 
 
 @cases(
@@ -43,10 +44,10 @@ def counting(n_prompt):
     ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
 )
 def test_what_a_request_may_take(data, n_prompt, cells, limit):
-    backend = counting(n_prompt)
+    served = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
-    found = settle_length(route, asked, backend, data.get("n", 1), Body(Bodies(None), 2**17))
+    found = settle_length(route, asked, served, data.get("n", 1), Body(Bodies(None), 2**17))
     assert (found, asked["max_tokens"]) == (cells, limit)
 
 
@@ -56,7 +57,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_begins():
 
 
 @pytest.fixture(scope="module")
-def backend():
+def served():
     """Three sequences of up to 1,024 tokens each, in a context of 2,048 that takes from slots."""
     settings = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
@@ -71,13 +72,13 @@ def prompt(engine, topic, n):
 
 
 @in_a_loop
-async def test_more_conversations_than_the_context_holds_are_all_answered(backend):
+async def test_more_conversations_than_the_context_holds_are_all_answered(served):
     """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
-    engine, shared = backend.engine, backend.engine.plan.shared
-    assert shared is not None and backend.slot_context == 1024
-    assert backend.slot_context < backend.cells < 3 * backend.slot_context
-    state = state_with(backend, parallel=3)
-    state.gate.open(backend.cells)
+    engine, shared = served.engine, served.engine.plan.shared
+    assert shared is not None and served.about.n_ctx == 1024
+    assert served.about.n_ctx < served.about.n_cells < 3 * served.about.n_ctx
+    state = state_with(served, parallel=3)
+    state.gate.open(served.about.n_cells)
     app = application(state, quiet)
     topics = ("Norway", "spiders", "the moon", "bread", "rivers", "Peru")
     usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -90,8 +91,8 @@ async def test_more_conversations_than_the_context_holds_are_all_answered(backen
         held = engine.store.stats().slot_bytes
         assert held + sum(each.resident for each in touched) <= shared.n_bytes
         assert held < shared.n_bytes // 2
-        in_use = re.search(r"\((\d+) in use\)", backend.picture()["mode"])
-        assert in_use and 840 <= int(in_use[1]) <= backend.cells
+        in_use = re.search(r"\((\d+) in use\)", served.picture()["mode"])
+        assert in_use and 840 <= int(in_use[1]) <= served.about.n_cells
     # What two sequences still hold stays until short prompts begin there, behind a long one.
     for topic in topics[:2]:
         await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
 
 import uvicorn
 from asgi import HANG_S, Client
-from fake_backend import FakeBackend, app_for, quiet, served_by, state_with, whole
+from fake_served import FakeServed, app_for, quiet, served_by, state_with, whole
 from starlette.responses import Response
 
 from orchestrator.serve import door
@@ -87,9 +87,9 @@ def answer_on(sock):
 
 def test_clients_of_two_addresses_take_turns():
     """The one that fills the queue gives its last place to the other one."""
-    backend, go_on = FakeBackend(*(whole() for _ in range(4))), threading.Event()
-    backend.requests[0].hold = go_on
-    state, app = served_by(backend, queue=3)
+    served, go_on = FakeServed(*(whole() for _ in range(4))), threading.Event()
+    served.requests[0].hold = go_on
+    state, app = served_by(served, queue=3)
 
     def wait_for(n):
         gate = state.gate
@@ -106,7 +106,7 @@ def test_clients_of_two_addresses_take_turns():
         go_on.set()
         for sock in (*many[:3], other):
             assert answer_on(sock).startswith(b"HTTP/1.1 200 ")
-    asked = [json.loads(body)["prompt"] for _, body in backend.asked]
+    asked = [json.loads(body)["prompt"] for _, body in served.asked]
     assert asked == ["a0", "a1", "b", "a2"]
 
 
@@ -130,8 +130,8 @@ def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, clien
 
 def test_who_reads_no_quick_answer_loses_its_connection():
     """What it does not take is counted meanwhile."""
-    backend = FakeBackend(*(whole(BIG) for _ in range(4)))
-    state = state_with(backend, patience=1)
+    served = FakeServed(*(whole(BIG) for _ in range(4)))
+    state = state_with(served, patience=1)
     with running(application(state, quiet), 1.0) as (port, server):
         socks = [connected(port, 4096) for _ in range(3)]
         for sock in socks:
@@ -166,7 +166,7 @@ def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
 )
 def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
     """A connection that is closed on unread bytes is reset, and what was said is lost."""
-    with running(app_for(FakeBackend()), 30.0) as (port, _):
+    with running(app_for(FakeServed()), 30.0) as (port, _):
         for _ in range(5):
             with connected(port) as sock:
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
@@ -177,7 +177,7 @@ def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
 
 def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
     monkeypatch.setattr(door, "DROP_S", 0.1)
-    with running(app_for(FakeBackend()), 30.0) as (port, server):
+    with running(app_for(FakeServed()), 30.0) as (port, server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
         for more in (b"", b"Expect: 100-continue\r\n"):  # one that waits to be asked is not
             with connected(port) as sock:
@@ -188,7 +188,7 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
 
 def test_at_the_end_of_the_server_nobody_is_waited_for():
     """Neither who still sends then, nor who is waited for already."""
-    state, app = served_by(FakeBackend())
+    state, app = served_by(FakeServed())
 
     class Sending(Client):
         waits = False

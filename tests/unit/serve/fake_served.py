@@ -1,14 +1,17 @@
-"""A backend without a model: its answers are written beforehand."""
+"""A model that is none: its answers are written beforehand."""
 
 import os
 from collections import deque
 from dataclasses import dataclass, field
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 from asgi import ask
 
 from orchestrator.errors import ConfigError, PolicyError
+from orchestrator.runtime.answer import Answer
+from orchestrator.runtime.runtime import Stats
 from orchestrator.serve.admission import BODY_FACTOR
 from orchestrator.serve.app import application
 from orchestrator.serve.settings import ServeSettings
@@ -74,42 +77,62 @@ class FakeRequest:
         self.cancelled.set()
 
 
-class FakeBackend:
-    """Gives out requests in turn, and remembers what it was asked."""
+class FakeAnswer(Answer):
+    """An answer whose request may give its parts one by one, the last ones after its end."""
 
-    slot_context, parallel, cells = 512, 1, 1000
-    max_tokens, n_vocab = None, 4096
-    most_scored = 16384
-    architecture, digest, modified_s = "qwen3moe", "ab" * 32, 1e9
+    def __init__(self, request, *others):
+        self._parts = request
+        super().__init__(request, *others)
+
+    def take(self):
+        text, is_all = self._parts.take()
+        return text, self.has_ended and is_all
+
+
+class FakeServed:
+    """A model, and a runtime that gives out requests in turn and remembers what it was asked."""
+
+    max_tokens, parallel, most_scored = None, 1, 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
 
     def __init__(self, *requests):
+        self.runtime = self
+        self.about = SimpleNamespace(
+            name="m", architecture="qwen3moe", digest="ab" * 32, modified_s=1e9
+        )
+        self.about.n_ctx, self.about.n_cells, self.about.n_vocab = 512, 1000, 4096
         self.requests = list(requests)
         self.asked: list[tuple[str, bytes]] = []
         self.sequences: list[list[int]] = []
         self.used: list[dict[str, Any]] = []
         self.forgotten: list[int] = []
-        self.turns: list[str] = []  # when it was to attend, and to be idle
         self.notes: list[str] = []
 
-    def request(self, route, body, sequences=()):
+    def query(self, route, body=b""):
         self.asked.append((route, body))
-        self.sequences.append(list(sequences))
         return self.requests[len(self.asked) - 1]
+
+    def submit(self, body, route, sequences, settings, forget):
+        self.sequences.append(list(sequences))
+        self.forgotten += forget
+        request = self.query(route, body)
+
+        def answer(_answer, ready):
+            if "odd" in settings:
+                raise PolicyError("odd needs a second precision")
+            self.used.append(settings)
+            request.run(ready)
+
+        def costs(_answer):
+            return {"hit_rate": 0.5, "shared_steps": False}
+
+        return FakeAnswer(
+            request, answer, costs, self.failure, lambda: 40.7, lambda: ("end", False)
+        )
 
     def count_tokens(self, text):
         """Of prose."""
         return len(text) // 4, 12
-
-    def forget(self, sequence):
-        self.forgotten.append(sequence)
-        return True
-
-    def attend(self):
-        self.turns.append("attend")
-
-    def idle(self):
-        self.turns.append("idle")
 
     def fault(self):
         return ""
@@ -117,27 +140,13 @@ class FakeBackend:
     def note_once(self, sentence):
         self.notes.append(sentence)
 
-    def answered(self, sequences, is_good):
-        pass
-
-    def tokens_done(self):
-        return 40.7
-
-    def costs(self):
-        return lambda: {"hit_rate": 0.5}
-
-    def device_bytes(self):
-        return 3
+    def stats(self):
+        return Stats("managed", device_bytes=3)
 
     def settings_for(self, changes):
         if "bad" in changes:
             raise ConfigError("bad is no setting")
         return changes
-
-    def go_by(self, settings):
-        if "odd" in settings:
-            raise PolicyError("odd needs a second precision")
-        self.used.append(settings)
 
     def failure(self):
         return "the disk is gone"
@@ -152,9 +161,9 @@ def streaming(*parts, **more):
     return FakeRequest(200, True, list(parts), **more)
 
 
-def state_with(backend, **settings):
+def state_with(served, **settings):
     state = State(ServeSettings(**settings))
-    state.backend = backend
+    state.served = served
     return state
 
 
@@ -162,20 +171,20 @@ def quiet(_line):
     """A log that keeps nothing."""
 
 
-def app_for(backend, **settings):
-    """The application that answers with a backend."""
-    return application(state_with(backend, **settings), quiet)
+def app_for(served, **settings):
+    """The application that answers with such a model."""
+    return application(state_with(served, **settings), quiet)
 
 
-def served_by(backend, **settings):
+def served_by(served, **settings):
     """Such an application, and what it keeps."""
-    state = state_with(backend, **settings)
+    state = state_with(served, **settings)
     return state, application(state, quiet)
 
 
 def reply_of(request, path, data):
     """What a client gets of one answer of llama.cpp's."""
-    return ask(app_for(FakeBackend(request)), path, data)
+    return ask(app_for(FakeServed(request)), path, data)
 
 
 def assert_refused(app, path, data, says, status=400):
