@@ -27,6 +27,7 @@ from orchestrator.cli.options import (
     option,
 )
 from orchestrator.errors import ConfigError
+from orchestrator.settings import MORE
 
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
@@ -50,13 +51,15 @@ _LONGEST_CONSTRAINT = 1 << 20
 )
 @option(
     "--schema FILE",
-    "A JSON schema that the answer keeps, with -p or stdin.",
+    "A JSON schema that the answer keeps.",
     type=FILE,
+    group=MORE,
 )
 @option(
     "--grammar FILE",
-    "A grammar in GBNF that the answer keeps, with -p or stdin.",
+    "A grammar in GBNF that the answer keeps.",
     type=FILE,
+    group=MORE,
 )
 @conversation_options
 @option(

@@ -162,14 +162,16 @@ class ServeSettings(Settings):
         return frozenset(keys)
 
 
+# Settings of an answer that the server core takes as defaults for requests.
+_DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
+
+
 def answer_settings() -> list[Setting]:
-    """What a server has of a chat's settings beside the model's: of an answer, for requests that do
-    not say otherwise, and of conversations. A request brings its own system prompt and its own stop
-    texts."""
+    """Return the settings of a chat that a server has, besides those of the model: defaults for
+    requests that do not set them, and those of conversations."""
     own = Config.declared()
-    of_a_chat = ("system", "stop", "keep_messages")
-    asked = [one for name, one in own.items() if one.answer and name not in of_a_chat]
-    return asked + [one for one in own.values() if one.conversation]
+    conversation = [each for each in own.values() if each.conversation]
+    return [own[name] for name in _DEFAULTS] + conversation
 
 
 def server_settings() -> dict[str, Setting]:

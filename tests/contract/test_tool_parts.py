@@ -67,9 +67,13 @@ def test_a_library_in_the_cache_is_not_compiled_again(tmp_path, monkeypatch):
     package = package_with(tmp_path / "llama_cpp", "a")
     path = server.library_path(read_upstream(), package, tmp_path / "moe-edge")
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"")
+    path.write_bytes(b"compiled")
+    (package / "lib").mkdir()
     monkeypatch.setattr(server.probe, "find_toolchain", lambda: pytest.fail("it looks for one"))
-    assert server.build_server(read_upstream(), package) == path
+    for _ in range(2):
+        installed = server.build_server(read_upstream(), package)
+        assert installed.parent == package / "lib" and installed.read_bytes() == b"compiled"
+        assert [*installed.parent.iterdir()] == [installed]
 
 
 def compiler(folder, command):
