@@ -249,6 +249,8 @@ class Backend:
                 handles = engine.llama.handle, engine.context.handle
                 self._native = NativeServer(library, *handles, spec)
             self._native.note = note
+            if driver.keeps_sequences:
+                self._native.keep_notes(driver.save_sequence, driver.restore_sequence)
             self.kept: KeptConversations | None = None
             if engine.prompt_folder is not None:
                 self.kept = KeptConversations(
