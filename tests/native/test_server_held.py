@@ -4,6 +4,7 @@ and written to files."""
 import json
 import threading
 
+import numpy as np
 import pytest
 
 from .conftest import HANG_S
@@ -271,3 +272,20 @@ def test_what_a_policy_knows_goes_with_the_tokens():
         assert ask(backend, [*held, 67], n_predict=1)[0] == 1
         # What was known at the end of the first conversation, before the other one.
         assert said[1:] == [(0, b"3")]
+
+
+def test_a_copy_brings_back_what_context_counted():
+    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as backend:
+
+        def counts():
+            state = backend.engine.driver.save_sequence(0)
+            return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
+
+        first = tokens_of(backend, USER.format("Where is it, and who lives there? " * 8))
+        other = tokens_of(backend, "An entirely different text, about nothing in particular. " * 8)
+        ask(backend, first)
+        known = counts()
+        ask(backend, other)
+        assert not np.allclose(counts(), known, atol=20)
+        assert ask(backend, first)[0] == 1
+        np.testing.assert_allclose(counts(), known, atol=20)
