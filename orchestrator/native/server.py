@@ -55,6 +55,22 @@ class CMark(ctypes.Structure):
     ]
 
 
+_NOTE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)
+_RECALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64)
+_DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
+class CNotes(ctypes.Structure):
+    """moe_edge_server_notes"""
+
+    _fields_ = [
+        ("note", _NOTE),
+        ("recall", _RECALL),
+        ("drop", _DROP),
+        ("user", ctypes.c_void_p),
+    ]
+
+
 class FileMark(NamedTuple):
     """A place in a sequence to which its memory can go back, with data in a file.
 
@@ -94,6 +110,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_server_set_before_step": (None, [_POINTER, _POINTER, _POINTER]),
     "moe_edge_server_set_before_prompt": (None, [_POINTER, _BEFORE_PROMPT, _POINTER]),
     "moe_edge_server_keep_prompts": (ctypes.c_uint64, [_POINTER, ctypes.c_uint64]),
+    "moe_edge_server_set_notes": (None, [_POINTER, ctypes.POINTER(CNotes)]),
     "moe_edge_server_run": (None, [_POINTER]),
     "moe_edge_server_has_part": (ctypes.c_int, [_POINTER]),
     "moe_edge_server_settle": (ctypes.c_int, [_POINTER]),
@@ -267,6 +284,45 @@ class NativeServer:
 
         self._trampolines.append(_BEFORE_PROMPT(before))
         self.lib.moe_edge_server_set_before_prompt(self.handle, self._trampolines[-1], None)
+
+    def keep_notes(
+        self,
+        save: Callable[[int], bytes | None],
+        restore: Callable[[int, bytes], None],
+    ) -> None:
+        """Before run: what save gives for a sequence goes with the tokens that it holds then, and
+        restore gets it if the sequence goes back to them, or if a copy with them comes back. Both
+        are called on the thread that is in run. What they raise is error, and changes nothing."""
+        notes: dict[int, bytes] = {}
+        numbers = count()
+
+        @interrupts.called_from_c
+        def note(_user: int | None, sequence: int) -> int:
+            try:
+                state = save(sequence)
+            except Exception as error:  # noqa: BLE001 - C would not get it
+                self.error = error
+                return -1
+            if state is None:
+                return -1
+            number = next(numbers)
+            notes[number] = state
+            return number
+
+        @interrupts.called_from_c
+        def recall(_user: int | None, sequence: int, number: int) -> None:
+            try:
+                restore(sequence, notes[number])
+            except Exception as error:  # noqa: BLE001 - C would not get it
+                self.error = error
+
+        @interrupts.called_from_c
+        def drop(_user: int | None, number: int) -> None:
+            notes.pop(number, None)
+
+        made = CNotes(_NOTE(note), _RECALL(recall), _DROP(drop), None)
+        self._trampolines.append(made)
+        self.lib.moe_edge_server_set_notes(self.handle, ctypes.byref(made))
 
     @property
     def handle(self) -> int:

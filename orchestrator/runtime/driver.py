@@ -87,6 +87,11 @@ class PlainDriver:
         nobody counts. From any thread."""
         return None
 
+    @property
+    def keeps_sequences(self) -> bool:
+        """Whether save_sequence may give something."""
+        return False
+
     def save_sequence(self, sequence: int) -> bytes | None:
         """What goes with the tokens of a sequence that is kept for later; None where nothing
         does."""
@@ -423,6 +428,10 @@ class Driver(PlainDriver):
         if not self.policy.wants.counts:  # else the policy takes them
             self.store.take_counts()
         return self.store.taken_counts()
+
+    @property
+    def keeps_sequences(self) -> bool:
+        return isinstance(self.policy, KeepsSequences)
 
     def save_sequence(self, sequence: int) -> bytes | None:
         policy = self.policy

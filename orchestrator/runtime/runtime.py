@@ -201,6 +201,8 @@ class Runtime(Closing):
                 self._folder, key, loaded.driver, native, f"{answering.threads}kept", self._say
             )
             native.set_before_prompt(self._kept.before_prompt)
+        if loaded.driver.keeps_sequences:
+            native.keep_notes(loaded.driver.save_sequence, loaded.driver.restore_sequence)
         if loaded.driver.may_wait:
             native.set_before_step(
                 lambda is_answer: loaded.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)

@@ -4,6 +4,7 @@ and written to files."""
 import json
 import threading
 
+import numpy as np
 import pytest
 
 from .conftest import HANG_S
@@ -247,3 +248,44 @@ def test_a_file_holds_the_answer_and_more_may_follow_in_it(backend, tmp_path):
     assert ask(backend, [*held, 67])[0] == 1
     assert not native.restore(0, tmp_path / "missing")
     assert native.tokens(0) == []
+
+
+def test_what_a_policy_knows_goes_with_the_tokens():
+    """It is noted where a prompt and an answer end, and comes back with a prefix or a copy."""
+    said, notes = [], []
+
+    def noted(_sequence):
+        notes.append(len(notes))
+        return b"%d" % notes[-1]
+
+    with serving(**KEPT, cache_ram=8 * MIB) as backend:
+        backend._native.keep_notes(noted, lambda sequence, state: said.append((sequence, state)))
+        first = tokens_of(backend, USER.format("Where is it, and who lives there?"))
+        other = tokens_of(backend, "An entirely different text, about nothing in particular.")
+        ask(backend, first, n_predict=4, ignore_eos=True)
+        assert (len(notes), said) == (1, [])  # where the answer begins
+        ask(backend, first, n_predict=4, ignore_eos=True)
+        assert (len(notes), said) == (3, [(0, b"0")])
+        held = backend._native.tokens(0)
+        ask(backend, other, n_predict=4, ignore_eos=True)
+        assert (len(notes), said) == (5, [(0, b"0")])  # another conversation takes nothing over
+        assert ask(backend, [*held, 67], n_predict=1)[0] == 1
+        # What was known at the end of the first conversation, before the other one.
+        assert said[1:] == [(0, b"3")]
+
+
+def test_a_copy_brings_back_what_context_counted():
+    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as backend:
+
+        def counts():
+            state = backend.engine.driver.save_sequence(0)
+            return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
+
+        first = tokens_of(backend, USER.format("Where is it, and who lives there? " * 8))
+        other = tokens_of(backend, "An entirely different text, about nothing in particular. " * 8)
+        ask(backend, first)
+        known = counts()
+        ask(backend, other)
+        assert not np.allclose(counts(), known, atol=20)
+        assert ask(backend, first)[0] == 1
+        np.testing.assert_allclose(counts(), known, atol=20)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -14,6 +15,9 @@ namespace {
 
 // A shorter prompt is read again sooner than it is copied.
 const size_t LEAST_TOKENS = 16;
+
+// Of a slot.
+const size_t MOST_NOTES = 8;
 
 // A position before all that a window shows.
 const llama_pos BEFORE_ALL = -2;
@@ -193,6 +197,9 @@ bool moe_edge_prompts::take_continues(int32_t slot) {
 void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     slot_state & state = states[slot.number];
     state.continues = false;
+    if (!slot.prompt.tokens.empty()) {
+        note(slot.number, slot.prompt.tokens.size());
+    }
     const llama_tokens asked = task.tokens.get_tokens();
     const bool is_text = !task.tokens.has_mtmd && are_valid(vocab, asked);
     if (asked.empty() || asked.size() >= size_t(slot.n_ctx) || !is_text) {
@@ -200,7 +207,8 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     }
     if (!task.params.cache_prompt) {
         put_away(slot, 0);
-        state = { asked.size() };
+        state = {};
+        state.prompt_end = asked.size();
         return;
     }
     choice made = choose(slot, asked);
@@ -209,25 +217,32 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
         taken.splice(taken.begin(), copies->states, made.copy);
         server_prompt_cache_state & copy = taken.front();
         const llama_tokens & live = slot.prompt.tokens.get_tokens();
+        const std::vector<noted> copy_notes = copies_notes[&copy];
         if (common_prefix(live, copy.prompt.tokens.get_tokens()) < live.size()) {
             put_away(slot, copy.size());
         }
         const size_t n = copy.prompt.tokens.size();
         const bool is_whole = made.best.common == n;
         state = {};
+        state.notes = copy_notes;
         if (!bring(slot, copy, is_whole)) {
             place(slot, task);  // the copy is gone
             return;
         }
         if (!is_whole) {
             copies->states.splice(copies->states.end(), taken);
+            copies_notes[&copies->states.back()] = copy_notes;
         }
         state.turn = is_whole ? n : 0;
+        go_back(slot.number, made.best.spared);
     } else {
         if (is_another(slot, made.live.common)) {
             put_away(slot, 0);
         }
         const bool is_turn = made.live.common + 1 >= state.prompt_end && made.live.prompt.size() != state.prompt_end;
+        if (made.live.spared < slot.prompt.tokens.size()) {
+            go_back(slot.number, made.live.spared);
+        }
         if (is_turn) {
             state.turn = made.live.common;
         } else if (state.turn > made.live.common) {
@@ -253,8 +268,47 @@ void moe_edge_prompts::put_away(const moe_edge_slot & slot, size_t taken_bytes) 
     copies->limit_size = limit - taken_bytes;
     server_prompt_cache_state * made = copies->alloc(slot.prompt, size, 0);
     copies->limit_size = std::min(limit, copies->limit_size + taken_bytes);
+    for (auto it = copies_notes.begin(); it != copies_notes.end();) {
+        const auto is_this = [&](const server_prompt_cache_state & each) { return &each == it->first; };
+        const bool is_there = std::any_of(copies->states.begin(), copies->states.end(), is_this);
+        it = is_there ? std::next(it) : copies_notes.erase(it);
+    }
     if (made) {
         llama_state_seq_get_data_ext(context, made->data.main.data(), size, slot.number, LLAMA_STATE_SEQ_FLAGS_NONE);
+        copies_notes[made] = states[slot.number].notes;
+    }
+}
+
+void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
+    if (!notes.note) {
+        return;
+    }
+    auto & known = states[slot].notes;
+    while (!known.empty() && known.back().n_tokens >= n_tokens) {
+        known.pop_back();
+    }
+    const int64_t number = notes.note(notes.user, slot);
+    if (number < 0) {
+        return;
+    }
+    const auto drop = [this](const int64_t * each) {
+        notes.drop(notes.user, *each);
+        delete each;
+    };
+    known.push_back({ n_tokens, std::shared_ptr<const int64_t>(new int64_t(number), drop) });
+    if (known.size() > MOST_NOTES) {
+        known.erase(known.begin() + 1);
+    }
+}
+
+// A slot goes on from its first n_tokens tokens. A prompt's end counts for its last token, which is read once more.
+void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
+    auto & known = states[slot].notes;
+    while (!known.empty() && known.back().n_tokens > n_tokens + 1) {
+        known.pop_back();
+    }
+    if (n_tokens > 0 && !known.empty()) {
+        notes.recall(notes.user, slot, *known.back().number);
     }
 }
 

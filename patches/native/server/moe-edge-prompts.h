@@ -13,6 +13,8 @@
 #undef validate
 
 #include <list>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -36,6 +38,11 @@ public:
 
     // copies: upstream's cache, nullptr if no copies are kept.
     void set_copies(server_prompt_cache * copies) { this->copies = copies; }
+
+    void set_notes(const moe_edge_server_notes & notes) { this->notes = notes; }
+
+    // Notes what somebody else knows of a slot that holds so many tokens.
+    void note(int32_t slot, size_t n_tokens);
 
     // Limits the copies to so many bytes and returns how many they take.
     uint64_t keep(uint64_t n_bytes);
@@ -61,11 +68,18 @@ public:
 private:
     using copy_iterator = std::list<server_prompt_cache_state>::iterator;
 
+    // A note about the first n_tokens tokens of a prompt.
+    struct noted {
+        size_t                         n_tokens;
+        std::shared_ptr<const int64_t> number;
+    };
+
     struct slot_state {
         size_t prompt_end = 0;         // tokens of the last prompt
         size_t turn       = 0;         // tokens before the last turn, 0 in the first one
         bool   is_filed   = false;     // what it holds came from a file
         bool   continues  = false;
+        std::vector<noted> notes = {};  // the shortest first
     };
 
     // A prompt compared with one that is held.
@@ -85,6 +99,7 @@ private:
     bool is_another(const moe_edge_slot & slot, size_t common) const;
     void put_away(const moe_edge_slot & slot, size_t taken_bytes);
     bool bring(const moe_edge_slot & slot, server_prompt_cache_state & copy, bool is_whole);
+    void go_back(int32_t slot, size_t n_tokens);
 
     llama_context * const     context;
     const llama_vocab * const vocab;
@@ -92,4 +107,6 @@ private:
     const size_t              most_checkpoints;
     server_prompt_cache *     copies = nullptr;
     std::vector<slot_state>   states;
+    moe_edge_server_notes     notes = {};
+    std::map<const server_prompt_cache_state *, std::vector<noted>> copies_notes;
 };

@@ -85,6 +85,9 @@ int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
 
+// Called before the first token of a slot's answer is computed, with the number of tokens before it.
+void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens);
+
 // Calls `mark` for each slot that has a token of an answer in a step.
 template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch & batch, int32_t first, const Mark & mark) {
     for (int32_t i = first; i < first + batch.view.size(); i++) {
@@ -102,8 +105,11 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \
         server_slot & slot = slots[number];                                                             \
-        const bool is_first = slot.stats.n_gen == 1 && slot.task->type == SERVER_TASK_TYPE_COMPLETION;  \
-        if (is_first && params_base.n_ctx_checkpoints >= 4 &&                                           \
+        if (slot.stats.n_gen != 1 || slot.task->type != SERVER_TASK_TYPE_COMPLETION) {                  \
+            return;                                                                                     \
+        }                                                                                               \
+        moe_edge_server_answer_begins(number, slot.prompt.tokens.size() - 1);                           \
+        if (params_base.n_ctx_checkpoints >= 4 &&                                           \
             (n_swa > 0 || ctx_tgt_seq_rm_type == COMMON_CONTEXT_SEQ_RM_TYPE_FULL)) {                    \
             llama_memory_t memory = llama_get_memory(context);                                          \
             create_checkpoint(slot, 1, llama_memory_seq_pos_min(memory, number),                        \

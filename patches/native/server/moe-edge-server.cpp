@@ -360,6 +360,10 @@ void moe_edge_server_place(const moe_edge_slot & slot, server_task & task) {
     running->prompts.place(slot, task);
 }
 
+void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens) {
+    running->prompts.note(slot, n_tokens);
+}
+
 void moe_edge_server_token(int32_t task) {
     const auto now = std::chrono::steady_clock::now();
     std::lock_guard<std::mutex> lock(running->tasks_mutex);
@@ -501,6 +505,10 @@ void moe_edge_server_set_before_step(moe_edge_server * server, moe_edge_server_b
 void moe_edge_server_set_before_prompt(moe_edge_server * server, moe_edge_server_before_prompt callback, void * user) {
     server->before_prompt      = callback;
     server->before_prompt_user = user;
+}
+
+void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes) {
+    server->prompts.set_notes(*notes);
 }
 
 void moe_edge_server_run(moe_edge_server * server) {

@@ -72,6 +72,19 @@ typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, con
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
+// What somebody else knows of a sequence, and that goes with its tokens: noted at a place in it, and recalled if the
+// sequence goes back to that place, or if a copy with it comes back. Called on the thread that is in run; `drop` also by
+// moe_edge_server_free.
+typedef struct moe_edge_server_notes {
+    int64_t (*note)(void * user, int32_t sequence);               // of the sequence as it is; returns a number, -1 for nothing
+    void    (*recall)(void * user, int32_t sequence, int64_t note);
+    void    (*drop)(void * user, int64_t note);                   // it will not be recalled any more
+    void *  user;
+} moe_edge_server_notes;
+
+// Before run.
+MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
+
 // On the thread that is in run, before a step is computed: copies of earlier conversations take so many bytes at most from
 // now on; those go first that were used longest ago. Nothing where cache_mib is 0. Returns what they take now.
 MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes);
