@@ -1,4 +1,4 @@
-"""Upstream's model and context through the stock bindings, no more than the engine needs.
+"""Upstream's model and context through the stock bindings, no more than the runtime needs.
 
 The high-level Llama class is not used: it copies the logits of every token.
 """

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '.[eval]'")
 
+from answering import answered
 from lm_eval import simple_evaluate
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
@@ -14,8 +15,9 @@ from lm_eval.tasks import TaskManager
 from orchestrator.config import Config
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
-from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
+from orchestrator.runtime.texts import log_softmax
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
 
@@ -72,10 +74,14 @@ def tasks(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def engine(model):
-    settings = SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True}
-    with Runtime.open(Config.build(model=model, **settings)) as runtime, runtime.evaluator() as e:
-        yield engine
+def config(model):
+    return Config.build(model=model, **SETTINGS | {"expert_ram": 8 << 20, "exact_tiers": True})
+
+
+@pytest.fixture
+def e(config):
+    with Runtime.open(config) as runtime, runtime.evaluator() as evaluator:
+        yield evaluator
 
 
 def test_it_is_registered():
@@ -96,14 +102,14 @@ def test_contexts_count_for_what_is_placed_behind_them(model):
     for the next one."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
     lm = MoeEdgeLM(model=model, **settings)
-    with lm.engine as runtime, runtime.evaluator() as e:
-        policy, k = e.inside.policy, e.inside.model.n_expert_used
-        contexts = [e.tokenize(text) for text in ("The fox sat by", "A star, they said, is")]
-        choices = [e.tokenize(text) for text in (" the river", " hot", " far away")]
+    with lm.runtime as runtime:
+        policy, k = runtime.inside.policy, runtime.model.n_expert_used
+        contexts = [lm.tok_encode(text) for text in ("The fox sat by", "A star, they said, is")]
+        choices = [lm.tok_encode(text) for text in (" the river", " hot", " far away")]
         placed = []
         for context in contexts:
             lm._loglikelihood_tokens([(None, context, choice) for choice in choices])
-            placed.append(e.inside.store.resident())
+            placed.append(runtime.inside.store.resident())
             # All tokens but the last one of the context, which is decoded; weights of the last
             # layer are predictions.
             gates = policy.use.sums[1].sum(axis=1)[:-1]
@@ -127,9 +133,10 @@ def test_whole_texts_agree_with_our_own(model, e, tasks):
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_engines(model, e, tasks):
+def test_answers_are_the_runtimes(model, config, tasks):
     question = "The fox sat by"
-    expected = "".join(engine.generate(e.tokenize(question), Sampling(temp=0), 8))
-    expected = expected.split("\n")[0]
+    with Runtime.open(config, answering=Answering()) as runtime:
+        prompt = runtime.vocabulary.tokenize(question, add_special=True, parse_special=True)
+        expected = answered(runtime, prompt, 8)["content"].split("\n")[0]
     found = tasks(model, ANSWERS, [{"question": question, "answer": expected}])
     assert found["samples"][0]["resps"][0][0] == expected

@@ -6,6 +6,7 @@ from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions, evaluate
 from orchestrator.lab.registry import STUDIES, load
 from orchestrator.lab.study import study
+from orchestrator.runtime.runtime import Runtime
 
 RAM = 400 << 20
 

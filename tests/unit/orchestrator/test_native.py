@@ -35,12 +35,18 @@ def compile_c(source, target, *flags):
 
 
 @pytest.fixture
-def engine(library, tiny_model):
-    """With a store of few slots."""
+def runtime(library, tiny_model):
+    """A model with a store of few slots."""
     model = tiny_model("qwen3moe", "q8_0", "q4_k")
     usual = {"policy": "lru", "expert_ram": 2**20, "ctx": 256, "ubatch": 8, "threads": 1}
     with Runtime.open(Config.build(model=model, **usual)) as opened:
         yield opened
+
+
+@pytest.fixture
+def e(runtime):
+    with runtime.evaluator() as evaluator:
+        yield evaluator
 
 
 @cases("error", KeyError("odd"), KeyboardInterrupt(), SystemExit(3))
@@ -87,9 +93,9 @@ def test_exception_in_progress_stops_the_warming(e):
     assert e.inside.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
 
 
-def test_closed_store_says_so(e):
-    store = e.inside.store
-    engine.close()
+def test_closed_store_says_so(runtime):
+    store = runtime.inside.store
+    runtime.close()
     store.close()
     store.cancel(True)
     with pytest.raises(NativeError, match="closed"):
