@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 from orchestrator.runtime.engine import Engine
-from orchestrator.runtime.texts import log_softmax
 from orchestrator.serve.runtime import SCORED_TOKENS, Stopped, server_config
 
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
+from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.serve.admission import Body
 from orchestrator.serve.scoring import score
 from orchestrator.serve.settings import ServeSettings

@@ -16,8 +16,8 @@ from orchestrator.config import Config
 from orchestrator.lab.eval.harness import MoeEdgeLM
 from orchestrator.lab.eval.judge import Judge, read_questions, score_choices
 from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
-from orchestrator.runtime.texts import log_softmax
 
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "threads": 1, "ctx": 256, "expert_ram": "8MiB"}
 

@@ -29,8 +29,8 @@ from orchestrator.serve.run import (
     listen,
     most_connections,
 )
-from orchestrator.serve.state import Stopped
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import Stopped
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 

@@ -9,13 +9,13 @@ import pytest
 from asgi import ask
 from fake_served import FakeServed, app_for, assert_refused, whole
 from orchestrator.runtime.engine import Engine
-from orchestrator.runtime.texts import log_softmax
 from served import DEMO, HANG_S, running
 from tables import cases
 from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.serve.served import (
     SCORE_BYTES,
     SCORED_MOST,
