@@ -296,16 +296,21 @@ class Runtime(Closing):
         counted: list[Callable[[], dict[str, Any]]] = []
 
         def answer(this: Answer, ready: int) -> None:
-            self._begin(this)
             try:
-                counted.append(self._counting())
-                for each in forget:
-                    self._forget(each)
-                self._go_by(settings)
-                request.run(ready)
+                self._begin(this)
+                try:
+                    counted.append(self._counting())
+                    for each in forget:
+                        self._forget(each)
+                    self._go_by(settings)
+                    request.run(ready)
+                finally:
+                    self._end(this, sequences, request.status == 200)
             finally:
                 request.close()
-                self._end(this, sequences, request)
+                with self._turns:
+                    self._requests.discard(request)
+                    self._turns.notify_all()
 
         def costs(this: Answer) -> dict[str, Any]:
             found = counted[0]() if counted else self._counting()()
@@ -346,12 +351,11 @@ class Runtime(Closing):
                     each.is_shared = True
             self._loaded.driver.end_idle()
 
-    def _end(self, answer: Answer, sequences: Sequence[int], request: NativeRequest) -> None:
+    def _end(self, answer: Answer, sequences: Sequence[int], is_good: bool) -> None:
         if self._kept is not None:
-            self._kept.answered(sequences, request.status == 200)
+            self._kept.answered(sequences, is_good)
         with self._turns:
             self._running.remove(answer)
-            self._requests.discard(request)
             self._turns.notify_all()
         self._idle()
 

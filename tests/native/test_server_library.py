@@ -13,7 +13,7 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.engine import Engine
-from orchestrator.serve import runtime as backend_module
+from orchestrator.runtime import runtime as runtime_module
 from orchestrator.serve.runtime import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
 from orchestrator.serve.wire import OLLAMA_CHAT, OLLAMA_GENERATE
