@@ -296,17 +296,22 @@ class Runtime(Closing):
         counted: list[Callable[[], dict[str, Any]]] = []
 
         def answer(this: Answer, ready: int) -> None:
-            if not self._begin(this):
-                return
             try:
-                counted.append(self._counting())
-                for each in forget:
-                    self._forget(each)
-                self._go_by(settings)
-                request.run(ready)
+                if not self._begin(this):
+                    return
+                try:
+                    counted.append(self._counting())
+                    for each in forget:
+                        self._forget(each)
+                    self._go_by(settings)
+                    request.run(ready)
+                finally:
+                    self._end(this, sequences, request.status == 200)
             finally:
                 request.close()
-                self._end(this, sequences, request)
+                with self._turns:
+                    self._requests.discard(request)
+                    self._turns.notify_all()
 
         def costs(this: Answer) -> dict[str, Any]:
             found = counted[0]() if counted else self._counting()()
@@ -353,12 +358,11 @@ class Runtime(Closing):
             self._loaded.driver.end_idle()
         return True
 
-    def _end(self, answer: Answer, sequences: Sequence[int], request: NativeRequest) -> None:
+    def _end(self, answer: Answer, sequences: Sequence[int], is_good: bool) -> None:
         if self._kept is not None:
-            self._kept.answered(sequences, request.status == 200)
+            self._kept.answered(sequences, is_good)
         with self._turns:
             self._running.remove(answer)
-            self._requests.discard(request)
             self._turns.notify_all()
         self._idle()
 

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -26,10 +25,11 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
 from conversing import WORDS  # noqa: E402
-from orchestrator.serve.backend import Backend  # noqa: E402
-from served import DEMO, server_library, serving  # noqa: E402
+from served import DEMO, serving  # noqa: E402
 
+from orchestrator.runtime.answering import Answering  # noqa: E402
 from orchestrator.runtime.prompt_copies import _describe, _is_whole  # noqa: E402
+from orchestrator.runtime.runtime import Runtime  # noqa: E402
 from orchestrator.serve.settings import options_of  # noqa: E402
 
 TURNS, FEW = 3, 16
@@ -123,14 +123,14 @@ def compared(cache, answers):
 def written_again(files, to):
     """How many of these hold other bytes once they were restored and saved."""
     # The context is whole from the beginning, where it is no prompt that makes room in it.
-    config, settings = options_of({"model": DEMO, "policy": "plain", "ctx": OPTIONS["ctx"]})
+    config, _ = options_of({"model": DEMO, "policy": "plain", "ctx": OPTIONS["ctx"]})
     other = 0
-    with closing(Backend(config, settings, server_library(), lambda *_: None)) as backend:
+    with Runtime.open(config, answering=Answering()) as runtime:
         for path in files:
             with open(path, "rb") as file:
                 listed = _describe(file, path)
-            assert backend._native.restore(0, path)
-            backend._native.save(0, to)
+            assert runtime._native.restore(0, path)
+            runtime._native.save(0, to)
             other += path.read_bytes()[: listed.state_end] != to.read_bytes()
     return other
 

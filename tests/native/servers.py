@@ -1,13 +1,17 @@
 """llama.cpp's server on the demo model, in this process, and what tests ask of it."""
 
 import json
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
-from orchestrator.serve.runtime import Backend
-from served import DEMO, server_library
+from served import DEMO
 
 from orchestrator.config import Config
+from orchestrator.runtime.runtime import Runtime
+from orchestrator.serve.bodies import Words
+from orchestrator.serve.served import answering
 from orchestrator.serve.settings import ServeSettings
+
+from .conftest import HANG_S
 
 MIB = 1 << 20
 PROMPT = "<|im_start|>user\nTell me about Norway.<|im_end|>\n<|im_start|>assistant\n"
@@ -17,25 +21,47 @@ def config(**settings):
     return Config.build(**({"model": DEMO, "ctx": 512, "threads": 1, "ubatch": 64} | settings))
 
 
+def how(made, parallel=1, template=None):
+    """How a server with so many places answers with a model's config."""
+    settings = ServeSettings(parallel=parallel, chat_template=template)
+    return answering(made, settings, Words("gpt2", ""), "")
+
+
+def server_config(made, parallel=1):
+    return how(made, parallel).config(made)
+
+
 @contextmanager
 def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
-    """A runtime that attends. note: gets the sentences for its log."""
-    ours = ServeSettings(parallel=parallel, chat_template=template)
-    made = Backend(config(**settings), ours, server_library(), lambda *_: None, note=note)
-    with closing(made):
-        made.attend()
-        yield made
+    """The runtime of a server. note: gets the sentences for its log."""
+    made = config(**settings)
+    with Runtime.open(made, answering=how(made, parallel, template), say=note) as runtime:
+        yield runtime
 
 
-def posted(runtime, route, **data):
-    return runtime.request(route, json.dumps(data).encode())
+def posted(runtime, route, sequences=(), forget=(), **data):
+    """The answer to a request, which has begun."""
+    return runtime.submit(json.dumps(data).encode(), route, sequences, None, forget)
+
+
+def whole(answer):
+    """(status, all that comes) of an answer, once it has ended. Raises its error."""
+    text, is_all = b"", False
+    while not is_all:
+        assert answer.has_ended or answer.wait(HANG_S), "the answer does not end"
+        more, is_all = answer.take()
+        text += more
+    answer.close()
+    if answer.error is not None:
+        raise answer.error
+    return answer.status, text
 
 
 def ask(runtime, route, **data):
     """(status, body) of one request; the events of a stream as a list."""
-    request = posted(runtime, route, **data)
-    status, text = request.whole()
-    if not request.is_stream:
+    answer = posted(runtime, route, **data)
+    status, text = whole(answer)
+    if not answer.is_stream:
         return status, json.loads(text)
     lines = text.decode().splitlines()
     return status, [line.removeprefix("data: ") for line in lines if line]

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
-from orchestrator.serve.runtime import server_config
 from served import server_library
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
 from orchestrator.runtime.driver import Driver
-from orchestrator.serve import runtime as backend_module
+from orchestrator.runtime.engine import Engine
+from orchestrator.runtime import runtime as runtime_module
+from orchestrator.serve.runtime import server_config
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
 from orchestrator.serve.wire import OLLAMA_CHAT, OLLAMA_GENERATE
 

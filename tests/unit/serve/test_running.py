@@ -21,7 +21,9 @@ from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.serve import service as module
+from orchestrator.runtime import answering as module
+from orchestrator.runtime import runtime as runtime_module
+from orchestrator.runtime.answering import Stopped
 from orchestrator.serve.run import (
     LEAST_CONNECTIONS,
     MOST_CONNECTIONS,
@@ -36,7 +38,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def made(note=lambda _line: None):
-    return Running(Config.build(model=DEMO), ServeSettings(port=0), note, lambda _done: None)
+    return Running(Config.build(model=DEMO), ServeSettings(port=0), note, lambda *_: None)
 
 
 def status_of(url):
@@ -56,7 +58,7 @@ def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
         is_stopped.set()
         raise Stopped
 
-    monkeypatch.setattr(module, "server_library", compile_it)
+    monkeypatch.setattr(runtime_module, "server_library", compile_it)
     running = made()
     said = []
 
@@ -78,7 +80,7 @@ def test_a_server_that_cannot_be_compiled_says_why(library, monkeypatch):
     def fail(*_):
         raise NativeError("no compiler")
 
-    monkeypatch.setattr(module, "server_library", fail)
+    monkeypatch.setattr(runtime_module, "server_library", fail)
     with pytest.raises(NativeError, match="no compiler"):
         made().run()
 
@@ -104,10 +106,10 @@ def test_a_stop_ends_the_compilers(library, monkeypatch, tmp_path):
 
 
 class Stuck:
-    """A served whose last step does not end. kept: how often it saved what is to be saved."""
+    """A runtime whose last step does not end. kept: how often it kept what was learned."""
 
     def __init__(self):
-        self.kept, self.engine = 0, self
+        self.kept, self.runtime = 0, self
 
     def keep(self):
         self.kept += 1
@@ -116,10 +118,11 @@ class Stuck:
         pass
 
     def close(self, _end_s):
+        self.keep()
         return False
 
 
-@pytest.mark.parametrize("where", ["workers", "quick", "decode", ""])
+@pytest.mark.parametrize("where", ["quick", "decode", ""])
 def test_what_cannot_be_ended_is_not_waited_for(library, where):
     """All is saved, and one line says so."""
     lines = []
@@ -132,8 +135,8 @@ def test_what_cannot_be_ended_is_not_waited_for(library, where):
         go_on.wait(HANG_S)
 
     try:
-        if where in ("workers", "quick"):
-            getattr(service.state, where).submit(work)
+        if where == "quick":
+            service.state.quick.submit(work)
             assert at_work.wait(HANG_S)
         service.stop()
         assert service.close(0.0) is not bool(where)

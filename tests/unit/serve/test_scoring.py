@@ -2,28 +2,32 @@
 
 import json
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from asgi import ask
 from fake_served import FakeServed, app_for, assert_refused, whole
-from orchestrator.runtime.engine import Engine
 from served import DEMO, HANG_S, running
 from tables import cases
 from waiting import wait_until
 
 from orchestrator.config import Config
+from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
+from orchestrator.runtime.answering import Stopped
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.serve.bodies import Words
 from orchestrator.serve.served import (
     SCORE_BYTES,
     SCORED_MOST,
     SCORED_TOKENS,
-    Stopped,
+    answering,
     most_scored,
-    server_config,
 )
+from orchestrator.serve.settings import ServeSettings
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
@@ -62,15 +66,18 @@ class ByteModel:
 class ScoringServed(FakeServed):
     """The token behind another one is the one with the next number, in two of three."""
 
-    name = "bytes"
-
     def __init__(self, model=None, error=None):
         super().__init__(whole())
-        self.engine = SimpleNamespace(llama=model or ByteModel())
+        self.about.name = "bytes"
+        self.vocabulary = model or ByteModel()
         self.error = error
 
-    def score(self, tokens, sequence, goes_on):
-        assert goes_on() and sequence == 0
+    @contextmanager
+    def evaluator(self):
+        yield SimpleNamespace(eval_each=self.eval_each, costs=lambda: {"hit_rate": 0.5})
+
+    def eval_each(self, tokens, pos, phase):
+        assert (pos, phase) == (0, Phase.PREFILL)
         if self.error is not None:
             raise self.error
         for part in np.array_split(tokens, 2):
@@ -183,7 +190,10 @@ def test_what_is_scored_is_what_the_plan_has():
     config = Config.build(model="a.gguf")
     longer = config.with_changes(ctx=SCORED_MOST + 100)
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
-    planned = [server_config(each, 1, 1000).beside for each in (config, longer)]
+    settings, words = ServeSettings(body_limit=1000), Words("gpt2", "")
+    planned = [
+        answering(each, settings, words, "").config(each).beside for each in (config, longer)
+    ]
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     served = ScoringServed()
     served.most_scored = 3
@@ -208,8 +218,8 @@ def engine(library):
     """It computes as many tokens at once as the server scores."""
     settings = {"ctx": 512, "threads": 1, "policy": "lru", "high_tier": "q4_k", "exact": True}
     config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **settings)
-    with Engine.open(config) as opened:
-        yield opened
+    with Runtime.open(config) as opened, opened.evaluator() as evaluator:
+        yield evaluator
 
 
 def likelihood(engine, tokens, first, n_more=0):
@@ -287,7 +297,9 @@ class Tokens:
 
     def batch_decode(self, several):
         return [
-            b"".join(self._engine.llama.piece(token, special=True) for token in tokens).decode()
+            b"".join(
+                self._engine.inside.llama.piece(token, special=True) for token in tokens
+            ).decode()
             for tokens in several
         ]
 
