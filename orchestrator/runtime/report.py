@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -41,8 +42,9 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
     # A policy that keeps all experts in memory has learned since it started; others have settings
     # that change while they run.
-    resident = driver.policy.wants.all_resident
-    loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    loses = loaded.runs.loses
+    if not driver.policy.wants.all_resident:
+        loses = loader.planner.loses(replace(plan, placement=driver.policy.placement))
     if loader.on_disk:
         text += f", {loader.on_disk} on disk"
     return text + layout_text(driver.store.spec) + loses.text + _served(driver, loader) + context

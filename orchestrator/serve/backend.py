@@ -415,7 +415,7 @@ class Backend:
     def go_by(self, settings: Settings | None) -> None:
         """Has the policy decide by what settings_for gave. Raises PolicyError where it cannot."""
         if settings is not None and settings != self.engine.policy.settings:
-            self.engine.policy.go_by(settings)
+            self.engine.policy.update_settings(settings)
 
     def picture(self) -> dict[str, Any]:
         """Return what the page shows: the model, where each expert is, how often tokens used it,

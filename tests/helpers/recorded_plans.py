@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,10 +34,11 @@ from gguf_tools.synthetic.tensors import ModelBuilder
 from gguf_tools.synthetic.vocab import TOKEN_TYPE
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, MoeEdgeError
+from orchestrator.cost.losses import started
+from orchestrator.errors import MoeEdgeError
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, MemoryPlanner
-from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
+from orchestrator.memory.plan import MemoryPlan, PlanRequest, Refusal, plan
+from orchestrator.policy.base import UNKNOWN, History
 
 SAMPLE = Path(__file__).parents[1] / "unit/orchestrator/recorded_plans.jsonl"
 MIB, GIB = 2**20, 2**30
@@ -140,34 +141,29 @@ MODELS = {
 }
 
 
-class Knows:
-    """A history: experts are used unevenly, and a table says what they lose."""
+class Knows(History):
+    """Experts are used unevenly, and a table says what they lose."""
 
     def __init__(self, of: ExpertModel) -> None:
         rng = np.random.default_rng(7)
         size, tiers = (of.n_layers, of.n_expert), of.tiers
-        self.hotness = np.round(rng.random(size) ** 4, 6)
+        self._hotness = np.round(rng.random(size) ** 4, 6)
         spread = 0.5 + rng.random(size)
         self._losses = {
             each.name: np.round(spread * 0.25 ** (each.bpw or 4.0), 12) for each in tiers
         }
         self._skip = np.round(0.01 * spread, 9)
 
-    def losses(self, names: Any, per_use: bool) -> np.ndarray:
+    def hotness(self) -> np.ndarray:
+        return self._hotness
+
+    def losses(self, names: Sequence[str], per_use: bool = False) -> np.ndarray:
         found: np.ndarray = np.stack([self._losses[name] for name in names], axis=2)
         return found * 0.5 if per_use else found
 
-    def estimate(self, names: Any) -> KlEstimate:
+    def estimate(self, names: Sequence[str]) -> KlEstimate:
         nats = np.concatenate([self.losses(names, False), self._skip[..., None]], axis=2)
         return KlEstimate(names[0], nats, np.full(self._skip.shape, 0.1))
-
-    def teach(self, policy: Any, names: Any) -> None:
-        if isinstance(policy, WeighsLosses) and policy.losses_matter:
-            policy.set_losses(self.losses(names, policy.per_use))
-        if isinstance(policy, SpendsLoss):
-            policy.set_estimate(self.estimate(names))
-        if isinstance(policy, Learns):
-            policy.set_hotness(self.hotness)
 
 
 @cache
@@ -201,8 +197,8 @@ def rows(n: int = ROWS) -> Iterator[dict[str, Any]]:
         }
 
 
-def planned(row: dict[str, Any]) -> MemoryPlan:
-    """The plan of a row. Raises what planning raises."""
+def planned(row: dict[str, Any]) -> MemoryPlan | Refusal:
+    """The plan of a row. Raises ConfigError or PolicyError for settings that do not go together."""
     of, settings = model(row["model"]), dict(row["settings"])
     gpu = row["machine"] != "cpu"
     room = int(of.dense_bytes + 96 * MIB + (row["limit"] or 0.0) * of.tier_bytes[0])
@@ -219,10 +215,10 @@ def planned(row: dict[str, Any]) -> MemoryPlan:
         else:
             settings["ram"] = room
     config = Config.build(model=of.path, **settings, **FRONT_ENDS[row["front"]])
-    teach = knows(row["model"]).teach if row["history"] else None
+    history = knows(row["model"]) if row["history"] else UNKNOWN
     more = row["more"] if gpu else 0
     count = None if gpu or not row["counted"] else partial(_count, of, config.kv)
-    return MemoryPlanner(config, of, Machine(memory, card), more, count, teach).plan()
+    return plan(PlanRequest(config, more, count), of, Machine(memory, card), history)
 
 
 def _count(of: ExpertModel, kv: str, n_ctx: int, n_tokens: int) -> tuple[int, int]:
@@ -236,43 +232,45 @@ def _digest(value: Any) -> str:
 
 def _asked(plan: MemoryPlan) -> dict[str, Any]:
     """What a plan's policy wants, asks for and starts with."""
-    policy = plan.policy
-    if policy is None:
+    placement = plan.placement
+    if placement is None:
         return {}
-    from orchestrator.cost.losses import started
-
-    uses = np.random.default_rng(3).random((policy.shape.n_layers, policy.shape.n_expert))
-    found: dict[str, Any] = {"policy": policy.name, "wants": asdict(policy.wants)}
-    found["mix"] = np.round(policy.asked_mix(uses).mean(axis=(0, 1)), 9).tolist()
-    if policy.wants.all_resident:
-        found["starts"] = _digest(started(policy, uses).tolist())
-        found["starts as known"] = _digest(started(policy).tolist())
+    shape = placement.shape
+    uses = np.random.default_rng(3).random((shape.n_layers, shape.n_expert))
+    wants = asdict(placement.wants)
+    for new in ("told_in", "waits", "learns"):
+        del wants[new]
+    found: dict[str, Any] = {"policy": placement.name, "wants": wants}
+    found["mix"] = np.round(placement.fractions(uses).mean(axis=(0, 1)), 9).tolist()
+    if placement.wants.all_resident:
+        found["starts"] = _digest(started(placement, uses).tolist())
+        found["starts as known"] = _digest(started(placement).tolist())
     return found
 
 
 def outcome(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row comes to: the plan, or why there is none."""
+    """What a row comes to: the made, or why there is none."""
     try:
-        plan = planned(row)
-    except BudgetError as error:
-        return {"refused": str(error), "needs": error.needed_bytes}
+        made = planned(row)
     except MoeEdgeError as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    if isinstance(made, Refusal):
+        return {"refused": made.text, "needs": made.needed_bytes}
     found: dict[str, Any] = {
-        **{"managed": plan.managed, "n_ctx": plan.n_ctx, "n_ubatch": plan.n_ubatch},
-        **{"ram": plan.ram_bytes, "cap": plan.cap_bytes, "dense": plan.dense_bytes},
-        **{"kv": plan.kv_bytes, "scratch": plan.scratch_bytes, "compute": plan.compute_bytes},
-        **{"prompts": plan.prompt_bytes, "reason": plan.reason, "versions": plan.versions},
-        **{"tiers": list(plan.tiers), "experts": plan.expert_bytes, "budget": plan.budget_bytes},
-        **{"host": plan.host_bytes, "absent": plan.absent_bytes, "total": plan.total_bytes},
-        **_asked(plan),
+        **{"managed": made.managed, "n_ctx": made.n_ctx, "n_ubatch": made.n_ubatch},
+        **{"ram": made.ram_bytes, "cap": made.cap_bytes, "dense": made.dense_bytes},
+        **{"kv": made.kv_bytes, "scratch": made.scratch_bytes, "compute": made.compute_bytes},
+        **{"prompts": made.prompt_bytes, "reason": made.reason, "versions": made.versions},
+        **{"tiers": list(made.tiers), "experts": made.expert_bytes, "budget": made.budget_bytes},
+        **{"host": made.host_bytes, "absent": made.absent_bytes, "total": made.total_bytes},
+        **_asked(made),
     }
-    if plan.slots is not None:
-        slots = plan.slots
+    if made.slots is not None:
+        slots = made.slots
         at = sorted((key, slots.groups[index]) for key, index in slots.group_of.items())
         found["slots"] = slots.total_bytes, slots.host_bytes, len(slots.groups), _digest(at)
-    if plan.shared is not None:
-        shared = plan.shared
+    if made.shared is not None:
+        shared = made.shared
         found["shared"] = [
             *(shared.n_bytes, shared.least_slots, shared.all_slots, round(shared.cell_bytes, 6)),
             *(shared.cell_step, shared.sequences, shared.prompts),

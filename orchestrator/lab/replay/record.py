@@ -21,7 +21,7 @@ from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VER
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
-from orchestrator.policy.base import WeighsLosses
+from orchestrator.policy.base import place
 from orchestrator.runtime.engine import Engine
 
 # Steps from which the share of computing outside the experts is measured.
@@ -42,7 +42,7 @@ class Recorder:
                 f"the plain path routes unseen: choose --policy {' or '.join(POLICIES)}"
             )
         policy = engine.policy
-        if not policy.fresh:
+        if policy.wants.learns and engine.driver.steps:
             raise ConfigError(
                 f"the policy {policy.name} has decided already: record with a new engine"
             )
@@ -64,7 +64,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         engine, store = self._engine, self._engine.store
-        self._hotness = engine.driver.hotness()
+        self._hotness = engine.driver.learned().hotness
         self._before = store.stats()
         engine.driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
@@ -158,8 +158,8 @@ class Recorder:
         model, tiers = engine.model, [tier.name for tier in engine.model.tiers]
         unknown = np.zeros((model.n_layers, model.n_expert))
         losses, no_costs = (np.zeros((*unknown.shape, len(tiers) + n)) for n in (0, 1))
-        if isinstance(policy, WeighsLosses) and policy.losses is not None:
-            losses[..., list(engine.plan.tiers)] = policy.losses
+        if policy.placement.losses is not None:
+            losses[..., list(engine.plan.tiers)] = policy.placement.losses
         costs = engine.losses.costs(tiers)
         found = {
             "start_hotness": unknown if hotness is None else hotness,
@@ -303,7 +303,8 @@ def dense_share(engine: Engine, trace: Trace) -> tuple[float, float]:
     driver = engine.driver
     policy = driver.policy
     driver.set_route(skip)
-    driver.policy = policy_class(BASELINE)(model_shape(engine.model, engine.plan.tiers[:1]))
+    shape = model_shape(engine.model, engine.plan.tiers[:1])
+    driver.policy = place(policy_class(BASELINE), shape).make()
     try:
         for _ in range(DENSE_PROMPTS):
             engine.reset()
