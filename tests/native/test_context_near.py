@@ -58,7 +58,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     def used(**options):
         """The losses that it goes by, what it notes, and where experts are at first."""
         with Engine.open(context(five, **options)) as engine:
-            return engine.policy.losses, str(engine.note), engine.store.resident()
+            return engine.policy.placement.losses, str(engine.note), engine.store.resident()
 
     beside, named = losses.default_path(five), tmp_path / "losses.json"
     found, note, nominal = used()

@@ -120,14 +120,14 @@ def test_counts_are_what_was_routed(both):
     with opened(both, update_steps=0, sequences=3) as engine:
         policy = engine.policy
         seen = []
-        original = policy.step_done
+        original = policy.on_step
 
-        def step_done(report):
+        def on_step(report):
             seen.append(report.counts)
             return original(report)
 
-        policy.step_done = step_done
-        policy.wants_report = lambda _: True
+        policy.on_step = on_step
+        policy._wants_report = lambda _: True
         k, n_layers = engine.model.n_expert_used, engine.model.n_layers
         engine.eval(PROMPT[:20], 0)
         engine.eval([7], 20)
@@ -146,10 +146,10 @@ def test_hotness_outlives_the_engine(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
     with opened(both, **options) as engine:
         logits(engine)
-        learned = engine.policy.hotness
+        learned = engine.policy.learned().hotness
         engine.set_policy("lru")  # and back: nothing is forgotten
         engine.set_policy("dynaexq")
-        np.testing.assert_array_equal(engine.policy.hotness, learned)
+        np.testing.assert_array_equal(engine.policy.learned().hotness, learned)
     with opened(both, **options, update_steps=0) as engine:
         expected = np.argsort(-learned, axis=1, kind="stable")[:, :2]
         found = [sorted(np.flatnonzero(row == 0)) for row in engine.store.resident()]

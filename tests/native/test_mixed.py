@@ -46,7 +46,7 @@ def test_experts_exchange_their_tiers_while_it_runs(three):
         counts = np.bincount(before.ravel(), minlength=3).tolist()
         assert list(told["experts"].values()) == counts
         assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
-        used = engine.policy.hotness
+        used = engine.policy.learned().hotness
         assert used[after < before].mean() > used[after > before].mean()
         assert engine.store.stats().transitions_failed == 0
         engine.store.check()
