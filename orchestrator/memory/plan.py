@@ -72,9 +72,10 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
     """A limit that is too small for a policy's slots beside a room, before it is known which limit
-    works."""
+    works. may_divide: it may be enough if the parts of the memory stay as they are."""
 
     policy: type[Policy]
+    may_divide: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ class _Layout:
         found = self.shared(usual)
         if found is None:
             return self.divided(usual)
-        if isinstance(found, _TooSmall):
+        if isinstance(found, _TooSmall) and found.may_divide:
             # A policy that keeps every expert in memory does not share it.
             other = self.divided(usual)
             return found if isinstance(other, Refusal) else other
@@ -337,13 +338,17 @@ class _Layout:
                 return plan
         most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
         shared = self._sharing(plan, most, own)
-        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 0
+        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 1
         if longest < each:
+            needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
+            if not config.ctx:  # not even the shortest context has room
+                text = f"the policy {placement.name} needs {needed} bytes"
+                return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             return Refusal(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
                 f"context beside the fewest experts of the policy {placement.name} has {longest} "
                 f"tokens",
-                room.cap_bytes + shared.least_slots - shared.slots(each, 1),
+                needed,
                 "--ctx",
             )
         n_ubatch = max(shared.scratch)

@@ -14,7 +14,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import PlanRequest, Refusal, plan, plan_memory
 from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
 from orchestrator.policy.base import place
 
@@ -310,3 +310,22 @@ def test_parts_that_are_scored_take_no_more_than_their_share():
     n_vocab = SCORING_BYTES // 8 // 13
     found = [output_tokens(config, n, 512) for n in (2, n_vocab, SCORING_BYTES)]
     assert found == [512, 13, 1]
+
+
+def test_a_plan_has_a_context(model):
+    """Beside states of recurrent layers scratch counts twice. A limit that leaves no room for one
+    step of cells then is too small."""
+
+    def count(n_ctx, n_tokens):
+        return model.kv_bytes(n_ctx) + 8192, n_tokens * 40_000
+
+    def asked(ram):
+        config = Config.build(model=model.path, policy="lru", conversations=True, ram=ram)
+        return plan(PlanRequest(config, count=count), model, Machine(2**40))
+
+    refused = asked(MIB)
+    assert isinstance(refused, Refusal) and "context of 256 tokens" in refused.text
+    assert isinstance(asked(refused.needed_bytes - 1), Refusal)
+    for ram in range(refused.needed_bytes, refused.needed_bytes + 40 * MIB, MIB):
+        found = asked(ram)
+        assert found.n_ctx >= CELL_STEP and found.total_bytes <= ram
