@@ -225,7 +225,8 @@ class StepReport:
     resident, uint8, the tier that each expert is in, or ABSENT; target, the tier that a transition
     brings, the same one where none is under way. By sequence name: starts, those that began in this
     step; prompt_ends, those whose prompt ended in it; ends, those dropped
-    since the step before.
+    since the step before. unusual: whether the latest ROUTING_TOKENS tokens use experts in another
+    way than the texts of the loss table, in the report that finds it out; else None.
     """
 
     phase: Phase
@@ -237,6 +238,7 @@ class StepReport:
     starts: tuple[int, ...] = ()
     prompt_ends: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    unusual: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,10 +98,6 @@ class KlEstimate:
         object.__setattr__(self, "_by_tier", by_tier)
         object.__setattr__(self, "_lost", by_tier.data)
 
-    def __deepcopy__(self, _memo: object) -> KlEstimate:
-        """Nothing of it changes; and a view of memory cannot be copied."""
-        return self
-
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
     ) -> np.ndarray:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchestrator.errors import BudgetError
-
 
 class Hull:
     """The best allocations of a model, from the fewest bytes on.
@@ -49,14 +47,9 @@ class Hull:
 
     def at(self, budget_bytes: int) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert]. Edges are taken in their order; what
-        is left behind the last break point goes to later edges that fit. Raises BudgetError below
-        least_bytes."""
-        if budget_bytes < self.least_bytes:
-            raise BudgetError(
-                f"{budget_bytes} bytes are too few for every expert in its smallest tier: it needs "
-                f"{self.least_bytes} bytes",
-                self.least_bytes,
-            )
+        is left after the last break point goes to later edges that fit. A budget below least_bytes
+        counts as least_bytes."""
+        budget_bytes = max(budget_bytes, self.least_bytes)
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1
         tiers = self._start.copy()
         # An expert's edges lie in its own order, so that the last one stands.

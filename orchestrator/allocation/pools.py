@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan, Transition
-from orchestrator.errors import BudgetError
 
 # Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
 _SAME_SIZE = 1.02
@@ -208,15 +206,6 @@ class TierPools:
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:
     """Each expert to its tier, wanted [n_layers, n_expert]."""
     return [(layer, expert, int(tier)) for (layer, expert), tier in np.ndenumerate(wanted)]
-
-
-def too_little(budget_bytes: int, needed_bytes: int) -> BudgetError:
-    """What to say of a budget that does not hold every expert."""
-    return BudgetError(
-        f"{format_size(budget_bytes)} are too little for every expert in one precision: it needs "
-        f"{format_least(needed_bytes)}",
-        needed_bytes,
-    )
 
 
 _DIGITS = re.compile(r"\d+")

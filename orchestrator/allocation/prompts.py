@@ -34,8 +34,8 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
 
 def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """The plan of one tier: slots for whole experts in each layer, as many in one as in another.
-    Raises BudgetError."""
+    """Slots for whole experts of tier 0 in each layer, as many in one as in another, and one at
+    least."""
     n = shape.n_expert
     sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
     return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
@@ -107,7 +107,7 @@ class Prompts:
     for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
     whose experts come first, where their importance is known. passes: whether the others pass; else
     they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
-    room: of each layer, its slots in each tier; after plan.
+    room: of each layer, its slots in each tier.
     """
 
     rules: Rules

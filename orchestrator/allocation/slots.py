@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from orchestrator.errors import BudgetError
-
 # The place of a precision among all of a file, best first. A tier without further words is one of
 # those in use, counted from the best of them: what policies decide, and what the store holds.
 FileTier = NewType("FileTier", int)
@@ -97,14 +95,9 @@ class Share:
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
     """Units for each share: clamp(s * weight, floor, full) with the largest s whose sum fits
     the budget; what rounding left over goes, unit by unit, to the share that is furthest
-    below its proportion. Raises BudgetError when the floors alone do not fit."""
-    needed = sum(share.unit_bytes * share.floor for share in shares)
-    if needed > budget_bytes:
-        raise BudgetError(
-            f"{budget_bytes} bytes are too few for the expert slots: "
-            f"the smallest budget that works is {needed} bytes",
-            needed,
-        )
+    below its proportion. The floors, where the budget is too small for them."""
+    if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
+        return [share.floor for share in shares]
 
     def counts(scale: float) -> list[int]:
         return [max(share.floor, min(share.full, int(scale * share.weight))) for share in shares]

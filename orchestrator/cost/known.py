@@ -16,7 +16,7 @@ from gguf_tools.known import DATA, KnownModel, known_models
 from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.errors import ConfigError
 from orchestrator.memory.machine import AUTO, CPU, Machine, probe
 from orchestrator.settings import flag_of
 
@@ -179,24 +179,26 @@ def _row(
 ) -> Row:
     from gguf_tools.experts import ExpertModel
     from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
-    from orchestrator.memory.plan import plan_memory
+    from orchestrator.memory.plan import PlanRequest, Refusal, plan
 
     with ExpertModel.of_parts(known.parts(precision)) as model:
         numbers = known.total_b, known.active_b, model.parts[0].size
         row = partial(Row, known.name, precision, *numbers)
-        try:
-            plan = plan_memory(config, model, machine)
-        except BudgetError as error:
-            return row(runs=NOT, ram_bytes=error.needed_bytes)
+        found = plan(PlanRequest(config), model, machine)
+        if isinstance(found, Refusal):
+            return row(runs=NOT, ram_bytes=found.needed_bytes)
         times = TimeModel(model, disk, speeds, alike(model))
-        short, other = times.of_plan(plan, config), times.of_plan(plan, config, uses=skewed(model))
+        short, other = (
+            times.of_plan(found, config),
+            times.of_plan(found, config, uses=skewed(model)),
+        )
         long = None
-        if plan.n_ctx >= LONG:
-            behind = times.of_plan(plan, config, n_cells=LONG) if plan.shared else short
+        if found.n_ctx >= LONG:
+            behind = times.of_plan(found, config, n_cells=LONG) if found.shared else short
             long = 1.0 / behind.token_s(LONG)
         return row(
-            runs=STREAMS if plan.absent_bytes else FITS,
-            ram_bytes=plan.total_bytes,
+            runs=STREAMS if found.absent_bytes else FITS,
+            ram_bytes=found.total_bytes,
             tokens_s=1.0 / short.token_s(PROMPT_TOKENS),
             tokens_s_skewed=1.0 / other.token_s(PROMPT_TOKENS),
             tokens_s_long=long,

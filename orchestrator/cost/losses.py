@@ -31,7 +31,6 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,8 +47,8 @@ from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
 from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy import ALLOWED_LOSS, POLICIES, Policy, policy_settings
-from orchestrator.policy.base import Learns, SpendsLoss
+from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
+from orchestrator.policy.base import Placement
 
 _FORMAT = "moe-edge loss table"
 _VERSION = 3
@@ -360,7 +359,7 @@ def calibrate_command(model: Path | str) -> str:
 
 def no_losses(reason: str) -> ConfigError:
     """The refusal of a limit or a policy that needs losses which are not known."""
-    spending = [name for name, policy in POLICIES.items() if issubclass(policy, SpendsLoss)]
+    spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
     return ConfigError(f"{' and '.join(options)} cannot be used: {reason}")
 
@@ -392,15 +391,12 @@ class Foreseen:
         return f", estimated to lose {self.kl:.2g} nats a token from {self.base}"
 
 
-def started(policy: Policy, uses: np.ndarray | None = None) -> np.ndarray:
+def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
     """The tier in which each expert starts, [n_layers, n_expert], as its place among those in use;
-    for a policy that keeps all experts in memory, after plan. uses: in the place of what it has
-    learned. A copy of the policy is asked."""
-    policy, shape = deepcopy(policy), policy.shape
-    if uses is not None and isinstance(policy, Learns):
-        policy.set_hotness(uses)
+    for a policy that keeps all experts in memory. uses: in place of what earlier runs learned."""
+    shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
-    for layer, expert, tier in policy.start():
+    for layer, expert, tier in placement.first(uses):
         found[layer, expert] = tier
     return found
 
@@ -415,18 +411,18 @@ def foreseen(
     with the least, so that the mean gate of their share says too much. A policy that is told what
     it may lose spends all of it.
     """
-    policy = plan.policy
-    if policy is not None and policy.wants.all_resident:
-        tiers = np.array(plan.tiers, np.uint8)[started(policy)]
+    placement = plan.placement
+    if placement is not None and placement.wants.all_resident:
+        tiers = np.array(plan.tiers, np.uint8)[started(placement)]
         if not tiers.any():
             return Foreseen(0.0, False, base)
         return Foreseen(None if estimate is None else estimate.of_uses(uses, tiers), False, base)
-    shares = [1.0]
-    if policy is not None:  # as if all experts were used alike
-        shares = policy.asked_mix(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
+    shares, kl = [1.0], 0.0
+    if placement is not None:  # as if all experts were used alike
+        shares = placement.fractions(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
+        kl = (placement.spends or 0.0) if estimate is not None else 0.0
     asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
     lost = [(tier, share) for tier, share in asked if tier and share > 1e-9]
-    kl = policy.allowed if isinstance(policy, SpendsLoss) and estimate is not None else 0.0
     if not lost:
         return Foreseen(kl, False, base)
     if estimate is None:
@@ -510,17 +506,19 @@ class LossModel:
         """Estimate what a plan loses with its policy's present settings. uses: how often a token
         uses each expert, [n_layers, n_expert]."""
         estimate, best = self.of_file[0], self._model.tiers[0].name
-        if estimate is None and isinstance(plan.policy, SpendsLoss) and plan.tier_names[0] == best:
+        spends = plan.placement is not None and plan.placement.spends is not None
+        if estimate is None and spends and plan.tier_names[0] == best:
             estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
         return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: MemoryPlan) -> Skips | None:
         """Return what a plan's policy may skip; None if it does not decide by losses. Raises what
         `needed` does."""
-        if not isinstance(plan.policy, SpendsLoss):
+        allowed = plan.placement.spends if plan.placement else None
+        if allowed is None:
             return None
         estimate = self.needed(plan.tier_names)
-        return Skips(estimate.nats[..., -1] * estimate.gates, plan.policy.allowed)
+        return Skips(estimate.nats[..., -1] * estimate.gates, allowed)
 
     @property
     def _path(self) -> Path:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gguf_tools.experts import ExpertModel
-from orchestrator.cache.profile import HotnessKeeper, UsageKeeper
+from orchestrator.allocation.estimate import KlEstimate
+from orchestrator.cache.profile import HotnessKeeper, TunedKeeper, UsageKeeper
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth, slow_disk
 from orchestrator.cost.losses import Foreseen, LossModel
@@ -26,7 +27,7 @@ from orchestrator.cost.plans import (
 )
 from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
-from orchestrator.errors import BudgetError, ConfigError, MoeEdgeError, PolicyError
+from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.machine import (
     Probe,
@@ -37,10 +38,18 @@ from orchestrator.memory.machine import (
     planned_device,
     probe,
 )
-from orchestrator.memory.plan import MemoryPlan, MemoryPlanner, notes_of
+from orchestrator.memory.plan import (
+    MemoryPlan,
+    PlanRequest,
+    Refusal,
+    least,
+    notes_of,
+    plan,
+    planned,
+)
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import ALLOWED_LOSS, PLAIN, Policy, policy_settings
-from orchestrator.policy.base import Learns, SpendsLoss, WeighsLosses
+from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
+from orchestrator.policy.base import History
 
 # What is predicted to be faster by less is not worth a line.
 _WORTH_SAYING = 1.1
@@ -68,6 +77,8 @@ class Planner:
         self.usage = UsageKeeper(config, model)
         self.losses = LossModel(config, model)
         self.hotness = HotnessKeeper(config, model)
+        self.tuned = TunedKeeper(config, model)
+        self.history = KnownHistory(self.hotness, self.losses, self.tuned)
         self._config, self._model, self._disk = config, model, disk
         self._probe = Probe(self.bindings, config)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
@@ -136,8 +147,8 @@ class Planner:
             found = [usual]
             for asked in settings_of_plans(runs.config, self._model, None):
                 if asked.get("high_tier") == usual.tiers[0] and asked["low_tier"] is None:
-                    with suppress(BudgetError, PolicyError, ConfigError):
-                        other = self._laid_out(runs.config.compared(**asked))
+                    other = self._possible(runs.config.compared(**asked))
+                    if other is not None:
                         found.append(self.candidate(times, other, asked))
                         others[id(found[-1])] = other
             return others.get(id(faster_lossless(usual, found)), runs)
@@ -171,11 +182,20 @@ class Planner:
         return None
 
     def _laid_out(self, config: Config) -> Runs:
-        plan = self._plan(config)
-        return Runs(config, plan, self.loses(plan))
+        found = self._plan(config)
+        return Runs(config, found, self.loses(found))
+
+    def _possible(self, config: Config) -> Runs | None:
+        """What runs with these settings; None where they have no room, or do not go with the
+        model."""
+        with suppress(PolicyError, ConfigError):
+            found = self._try(config)
+            return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
+        return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        """How the model is laid out with these settings; see MemoryPlanner."""
+        """How the model is laid out with these settings. Raises what `plan` of
+        orchestrator.memory.plan raises, and BudgetError for its refusal."""
         with self._probe:
             return self._plan(config, more_scratch)
 
@@ -183,19 +203,22 @@ class Planner:
         """Return the smallest cap in bytes, --ram or a GPU's --vram, that works with these
         settings. Raises BudgetError if none does."""
         with self._probe:
-            return self._memory(config).least().cap_bytes
+            found = least(self._request(config), self._model, self.machine, self.history)
+            return planned(found).cap_bytes
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        return self._memory(config, more_scratch).plan()
+        return planned(self._try(config, more_scratch))
 
-    def _memory(self, config: Config, more_scratch: int = 0) -> MemoryPlanner:
-        count = None if self.gpu else self._probe.count
-        known = more_scratch, count, self.teach
-        return MemoryPlanner(config, self._model, self.machine, *known)
+    def _try(self, config: Config, more_scratch: int = 0) -> MemoryPlan | Refusal:
+        request = self._request(config, more_scratch)
+        return plan(request, self._model, self.machine, self.history)
+
+    def _request(self, config: Config, more_scratch: int = 0) -> PlanRequest:
+        return PlanRequest(config, more_scratch, None if self.gpu else self._probe.count)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
-        """What a plan is foreseen to lose, with its policy's settings as they are now. Where every
-        expert is in memory, as the policy would start: ask before it runs, since it learns."""
+        """What a plan is foreseen to lose. Where every expert is in memory, as the policy would
+        start."""
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
@@ -229,10 +252,10 @@ class Planner:
             plain = config if allowed is None else config.with_changes(**{ALLOWED_LOSS: None})
             found = []
             for asked in settings_of_plans(plain, self._model, left):
-                with suppress(BudgetError, PolicyError, ConfigError):
-                    runs = self._laid_out(plain.compared(**asked))
-                    if runs.plan.total_bytes <= runs.plan.ram_bytes:  # plain may not fit
-                        found.append(self.candidate(times, runs, asked))
+                possible = self._possible(plain.compared(**asked))
+                # plain may not fit
+                if possible and possible.plan.total_bytes <= possible.plan.ram_bytes:
+                    found.append(self.candidate(times, possible, asked))
             runs = self._laid_out(plain)
             usual, may_switch = self.candidate(times, runs), self._may_switch(plain, runs.plan)
             shown = Frontier.of(found, usual, names[0], allowed, taken.recall(), may_switch)
@@ -267,7 +290,7 @@ class Planner:
             few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
             other = 1e3 * few.token_s(PROMPT_TOKENS)
         return Candidate(
-            policy=plan.policy.name if plan.policy else PLAIN,
+            policy=plan.placement.name if plan.placement else PLAIN,
             settings=asked or {},
             tiers=plan.versions,
             expert_bytes=plan.slots.total_bytes if plan.slots else plan.expert_bytes,
@@ -297,17 +320,26 @@ class Planner:
         with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
-    def teach(self, policy: Policy, tier_names: Sequence[str]) -> None:
-        """Tell a policy what it wants to know of the model: its losses in these tiers, and the
-        hotness of earlier runs. Raises ConfigError if the policy needs losses that are not known.
-        """
-        if isinstance(policy, WeighsLosses) and policy.losses_matter:
-            losses = self.losses.recall(tier_names, policy.per_use)
-            if losses is not None:
-                policy.set_losses(losses)
-        if isinstance(policy, SpendsLoss):
-            policy.set_estimate(self.losses.needed(tier_names))
-        if isinstance(policy, Learns):
-            learned = self.hotness.recall()
-            if learned is not None:
-                policy.set_hotness(learned)
+
+class KnownHistory(History):
+    """What earlier runs and a loss table know of a model, for the policies that it is planned
+    with."""
+
+    def __init__(self, hotness: HotnessKeeper, losses: LossModel, tuned: TunedKeeper) -> None:
+        self._hotness, self._losses, self._tuned = hotness, losses, tuned
+
+    def hotness(self) -> np.ndarray | None:
+        """Raises ProfileError or OSError for a named profile that cannot be used."""
+        return self._hotness.recall()
+
+    def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
+        """Raises ConfigError for a named table that cannot be used."""
+        return self._losses.recall(tiers, per_use)
+
+    def estimate(self, tiers: Sequence[str]) -> KlEstimate:
+        """Raises ConfigError if the losses are not known, and names the command that measures
+        them."""
+        return self._losses.needed(tiers)
+
+    def tuned(self, policy: str) -> Mapping[str, Any] | None:
+        return self._tuned.recall(policy)

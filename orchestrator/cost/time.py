@@ -312,12 +312,12 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     in the tier in which its policy starts it, where all stay in memory; else what was used last.
     n_cells: of the context in use."""
     slots = plan.slots_behind(n_cells)
-    assert plan.policy is not None and slots is not None
-    policy = plan.policy
-    if policy.wants.all_resident:
-        return resident(started(policy, uses), uses, len(policy.shape.tiers))
-    foreseen = FORESEEN if policy.wants.n_ahead else 0.0
-    return cached(policy.shape, slots, uses, policy.asked_mix(uses), foreseen)
+    placement = plan.placement
+    assert placement is not None and slots is not None
+    if placement.wants.all_resident:
+        return resident(started(placement, uses), uses, len(placement.shape.tiers))
+    foreseen = FORESEEN if placement.wants.n_ahead else 0.0
+    return cached(placement.shape, slots, uses, placement.fractions(uses), foreseen)
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
@@ -382,13 +382,13 @@ class TimeModel:
         Raises NativeError."""
         uses = self.uses if uses is None else uses
         asked = False
-        if plan.policy is None or plan.slots is None:
+        if plan.placement is None:
             layout = FILE if config.use_extra_bufts is False else UPSTREAM
             there = resident(np.zeros(uses.shape, np.int64), uses, 1)
         else:
             layout = OWN if wants_own_layout(config, plan) else FILE
             there = expected(plan, uses, n_cells)
-            asked = Phase.DECODE in plan.policy.wants.asked_in
+            asked = Phase.DECODE in plan.placement.wants.asked_in
         at = plan.tiers, layout
         if at not in self._costs:
             self._costs[at] = self.speeds.costs(self.model, *at)

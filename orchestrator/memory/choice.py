@@ -22,7 +22,7 @@ from orchestrator.policy import (
     policy_class,
 )
 from orchestrator.policy.base import TierOffer
-from orchestrator.settings import flag_of
+from orchestrator.settings import Settings, flag_of
 
 # A model reduced to some of its tiers, as it lies in the memory of its experts.
 ShapeOf = Callable[[tuple[FileTier, ...]], ModelShape]
@@ -83,22 +83,25 @@ def unused_option(given: str, policy: str) -> ConfigError:
     )
 
 
-def make_policy(config: Config, choice: Choice, shape: ModelShape) -> Policy:
-    """The chosen policy with its settings. Raises PolicyError where it cannot work with the
-    model's tiers, and ConfigError for settings with which it would not be exact, where that is
-    asked for."""
-    rules = Rules(choice.skip, config.renormalize, config.exact_tiers)
+def rules_of(config: Config, choice: Choice) -> Rules:
+    """What holds for the chosen policy."""
+    return Rules(choice.skip, config.renormalize, config.exact_tiers)
+
+
+def settings_of(config: Config, choice: Choice) -> Settings:
+    """The settings of the chosen policy. Raises ConfigError for settings with which it would not be
+    exact, where that is asked for."""
     settings = config.settings_of(choice.policy)
-    if config.exact:
-        needed = choice.policy.precisions.lossless or {}
-        for name, value in needed.items():
-            if config.of_policies.get(name, value) != value:
-                raise ConfigError(
-                    f"--exact computes every expert in the high precision, which {flag_of(name)} "
-                    f"{config.of_policies[name]} does not: leave one of the two out"
-                )
-        settings = replace(settings, **needed)
-    return choice.policy(shape, settings, rules)
+    if not config.exact:
+        return settings
+    needed = choice.policy.precisions.lossless or {}
+    for name, value in needed.items():
+        if config.of_policies.get(name, value) != value:
+            raise ConfigError(
+                f"--exact computes every expert in the high precision, which {flag_of(name)} "
+                f"{config.of_policies[name]} does not: leave one of the two out"
+            )
+    return replace(settings, **needed)
 
 
 def without_effect(config: Config) -> str | None:

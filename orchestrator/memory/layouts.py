@@ -27,10 +27,10 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
         return config.layout == "cpu"
     if config.use_extra_bufts is False or plan.slots is None:
         return False
-    policy = plan.policy
-    if policy is not None and policy.wants.all_resident:
+    placement = plan.placement
+    if placement is not None and placement.wants.all_resident:
         # Versions change in the background and seldom, unless tokens wait for them.
-        return policy.wants.transition_rate > 0
+        return placement.wants.transition_rate > 0
     return plan.slots.total_bytes >= RESIDENT_SHARE * plan.expert_bytes
 
 

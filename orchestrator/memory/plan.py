@@ -4,8 +4,6 @@ and how large a micro-batch, where these were not asked for."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,16 +11,17 @@ from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
 from gguf_tools.units import format_least, format_size
 from gguf_tools.verify.structure import foreign_problems
-from orchestrator.allocation.slots import FileTier, SlotPlan
+from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.memory import footprint
-from orchestrator.memory.choice import choose, make_policy, wants_plain
+from orchestrator.memory.choice import Choice, choose, rules_of, settings_of, wants_plain
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
+from orchestrator.policy.base import UNKNOWN, History, Placement, place
 
 # The KV cache may take this share of what is left behind the weights that are not experts. The
 # expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
@@ -41,12 +40,42 @@ _NO_END = 1 << 62
 _MOST_TRIES = 8
 
 
-class _TooSmallError(BudgetError):
-    """A cap that is too small for a policy's slots beside a room, before the user is told."""
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned: what the user asked for, and what is known beside it.
 
-    def __init__(self, policy: Policy, needed_bytes: int) -> None:
-        super().__init__(f"the policy {policy.name} needs {needed_bytes} bytes", needed_bytes)
-        self.policy = policy
+    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
+    scratch in the host's memory for a context of so many tokens and so many at once, as llama.cpp
+    counts them, in place of estimates; None where it cannot say.
+    """
+
+    config: Config
+    more_scratch: int = 0
+    count: Callable[[int, int], tuple[int, int] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why there is no plan. text: a sentence for the user, with the remedy. needed_bytes: the
+    smallest value of the limit that works, or a lower bound of it. option: the one to change."""
+
+    text: str
+    needed_bytes: int
+    option: str
+
+    @property
+    def error(self) -> BudgetError:
+        """The error that a front end raises."""
+        return BudgetError(self.text, self.needed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _TooSmall(Refusal):
+    """A limit that is too small for a policy's slots beside a room, before it is known which limit
+    works. may_divide: it may be enough if the parts of the memory stay as they are."""
+
+    policy: type[Policy]
+    may_divide: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +85,7 @@ class MemoryPlan:
     n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
     host's memory takes, cap_bytes that of the memory that experts live in. compute_bytes: the part
     of the scratch that graphs take. prompt_bytes: of the host's memory, for prompts that were read
-    before. tiers: the tiers of the file in use, best first; skip: experts may be skipped; policy
+    before. tiers: the tiers of the file in use, best first; skip: experts may be skipped; placement
     and slots are None in plain mode. budget_bytes is the cap of the slots where one was asked for,
     else what they take.
 
@@ -81,10 +110,13 @@ class MemoryPlan:
     expert_bytes: int = 0
     skip: bool = False
     budget_bytes: int = 0
-    policy: Policy | None = None
-    slots: SlotPlan | None = None
+    placement: Placement | None = None
     host_bytes: int = 0
     shared: SharedMemory | None = None
+
+    @property
+    def slots(self) -> SlotPlan | None:
+        return self.placement.slots if self.placement else None
 
     @property
     def versions(self) -> list[str]:
@@ -112,9 +144,10 @@ class MemoryPlan:
     def absent_bytes(self) -> int:
         """How far the slots fall short of every expert in the best tier in use; 0 where each
         expert is in memory."""
-        if self.policy is None or self.slots is None or self.policy.wants.all_resident:
+        placement = self.placement
+        if placement is None or placement.wants.all_resident:
             return 0
-        return max(0, self.policy.shape.all_slot_bytes() - self.slots.total_bytes)
+        return max(0, placement.shape.all_slot_bytes() - placement.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
         """How many of n_tokens of a prompt behind n_cells of context are read at once."""
@@ -131,9 +164,43 @@ class MemoryPlan:
         return replace(self.slots, groups=tuple(groups))
 
 
+def plan(
+    request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
+) -> MemoryPlan | Refusal:
+    """Lay a model out in memory: that of the machine's device, where it has one, with the host's
+    behind it.
+
+    Without a policy: the plain upstream path where everything fits and nothing asks for less or for
+    slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
+    is nothing to decide; else the default policy. That is lossless unless less is asked for.
+
+    Raises PolicyError and ConfigError for a policy, tiers, or a precision of keys and values that
+    do not go with the model.
+    """
+    _check_kv(request.config, model)
+    layout = _Layout(request, model, machine, history)
+    found = layout.laid_out()
+    return layout.refusal(found) if isinstance(found, _TooSmall) else found
+
+
+def least(
+    request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
+) -> MemoryPlan | Refusal:
+    """The plan under the smallest limit that works: --ram, or a GPU's --vram."""
+    return _Layout(request, model, machine, history).least()
+
+
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
-    """As MemoryPlanner, with no more known than what the file says."""
-    return MemoryPlanner(config, model, machine).plan()
+    """As `plan`, with no more known than what the file says. Raises BudgetError for a refusal, with
+    the smallest limit that works."""
+    return planned(plan(PlanRequest(config), model, machine))
+
+
+def planned(found: MemoryPlan | Refusal) -> MemoryPlan:
+    """A plan. Raises BudgetError for a refusal."""
+    if isinstance(found, Refusal):
+        raise found.error
+    return found
 
 
 def notes_of(config: Config, model: ExpertModel) -> list[str]:
@@ -150,69 +217,50 @@ def notes_of(config: Config, model: ExpertModel) -> list[str]:
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
-    return MemoryPlanner(config.compared(policy=DEFAULT), model, Machine(0)).room().scratch_bytes
+    request = PlanRequest(config.compared(policy=DEFAULT))
+    return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 @dataclass(frozen=True)
-class MemoryPlanner:
-    """Lays a model out in memory: that of the machine's device, where it has one, with the host's
-    behind it.
+class _Layout:
+    """The arguments of `plan`, and its steps."""
 
-    Without a policy: the plain upstream path where everything fits and nothing asks for less or for
-    slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
-    is nothing to decide; else the default policy. That is lossless unless less is asked for.
-
-    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
-    scratch in the host's memory for a context of so many tokens and so many at once as llama.cpp
-    counts them, in the place of estimates; None where it cannot say. teach: tells a policy, before
-    it plans, what earlier runs learned of the model in these tiers.
-    """
-
-    config: Config
+    request: PlanRequest
     model: ExpertModel
     machine: Machine
-    more_scratch: int = 0
-    count: Callable[[int, int], tuple[int, int] | None] | None = None
-    teach: Callable[[Policy, tuple[str, ...]], None] | None = None
+    history: History
 
-    def plan(self) -> MemoryPlan:
-        """Return the plan. Raises BudgetError naming the smallest budget that works, PolicyError
-        and ConfigError for a policy, tiers, or a precision of keys and values that do not go with
-        the model."""
-        _check_kv(self.config, self.model)
-        try:
-            return self._laid_out()
-        except _TooSmallError as error:
-            raise self._refusal(error) from None
+    @property
+    def config(self) -> Config:
+        return self.request.config
 
-    def _laid_out(self) -> MemoryPlan:
-        """Return the plan. Raises BudgetError with the fewest bytes that may be enough."""
+    def laid_out(self) -> MemoryPlan | Refusal:
+        """The plan, or a refusal with a lower bound of the limit that works."""
         usual = self.room(managed=not wants_plain(self.config, self.model))
-        try:
-            plan = self.shared(usual)
-        except _TooSmallError as error:
+        found = self.shared(usual)
+        if found is None:
+            return self.divided(usual)
+        if isinstance(found, _TooSmall) and found.may_divide:
             # A policy that keeps every expert in memory does not share it.
-            with suppress(BudgetError):
-                return self.divided(usual)
-            raise error from None
-        return plan or self.divided(usual)
+            other = self.divided(usual)
+            return found if isinstance(other, Refusal) else other
+        return found
 
-    def least(self, needed_bytes: int = 1) -> MemoryPlan:
-        """Return the plan under the smallest cap that works. needed_bytes: a lower bound of that
-        cap. Raises BudgetError if no cap works within a few corrections of the bound."""
+    def least(self, needed_bytes: int = 1) -> MemoryPlan | Refusal:
+        """The plan under the smallest limit that works. needed_bytes: a lower bound of that limit.
+        A refusal if no limit works within a few corrections of the bound."""
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
         without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
-        for tries_left in reversed(range(_MOST_TRIES)):
+        for _ in range(_MOST_TRIES):
             config = self.config.with_changes(**{capped: needed_bytes})
-            try:
-                return replace(self, config=config, machine=without_end)._laid_out()
-            except BudgetError as error:
-                if not tries_left:
-                    raise
-                # Each refusal is right for the context that it was counted for.
-                needed_bytes = max(error.needed_bytes, needed_bytes + 1)
-        raise AssertionError
+            request = replace(self.request, config=config)
+            found = replace(self, request=request, machine=without_end).laid_out()
+            if isinstance(found, MemoryPlan):
+                break
+            # Each refusal is right for the context that it was counted for.
+            needed_bytes = max(found.needed_bytes, needed_bytes + 1)
+        return found
 
     @property
     def _own_context(self) -> int:
@@ -232,10 +280,11 @@ class MemoryPlanner:
         usual = config.ctx or LEAST_CONTEXT
         n_ctx = n_ctx or min(usual, self._own_context or usual)
         n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
-        found = self.count(n_ctx, n_tokens) if self.count else None
+        count = self.request.count
+        found = count(n_ctx, n_tokens) if count else None
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
-        compute, beside = compute + self.more_scratch, 0
+        compute, beside = compute + self.request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             # Copies of routers in half precision, which a policy looks ahead with.
             routers = (model.n_layers - 1) * model.n_expert
@@ -264,11 +313,11 @@ class MemoryPlanner:
             expert_bytes=model.tier_bytes[0],
         )
 
-    def shared(self, usual: MemoryPlan) -> MemoryPlan | None:
+    def shared(self, usual: MemoryPlan) -> MemoryPlan | Refusal | None:
         """The plan whose context and scratch take from the slots what they need when they need it;
         None where memory is divided once. usual: with the least context.
 
-        Raises BudgetError for a context that was asked for and is too long, with the longest one.
+        A refusal for a context that was asked for and is too long, with the longest one.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -277,26 +326,35 @@ class MemoryPlanner:
         least = min(SIZES[0], usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
         plan = self.try_in((room, self._prompt_bytes(usual)), (room, config.cache_ram or 0))
-        policy, prompts = plan.policy, plan.prompt_bytes
-        if policy is None or type(policy).wants.all_resident:
+        if isinstance(plan, Refusal):
+            return plan
+        placement, prompts = plan.placement, plan.prompt_bytes
+        if placement is None or placement.policy.about.wants.all_resident:
             return None
         own = 0 if footprint.part_bytes(self.model, config) else prompts
         if own:  # no copy has more than its cells
-            plan = self._plan_in(room, 0)
+            plan = self.plan_in(room, 0)
+            if isinstance(plan, Refusal):
+                return plan
         most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
         shared = self._sharing(plan, most, own)
-        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 0
+        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 1
         if longest < each:
-            raise BudgetError(
+            needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
+            if not config.ctx:  # not even the shortest context has room
+                text = f"the policy {placement.name} needs {needed} bytes"
+                return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
+            return Refusal(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
-                f"context beside the fewest experts of the policy {policy.name} has {longest} "
+                f"context beside the fewest experts of the policy {placement.name} has {longest} "
                 f"tokens",
-                room.cap_bytes + shared.least_slots - shared.slots(each, 1),
+                needed,
+                "--ctx",
             )
         n_ubatch = max(shared.scratch)
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
-    def divided(self, usual: MemoryPlan) -> MemoryPlan:
+    def divided(self, usual: MemoryPlan) -> MemoryPlan | Refusal:
         """The plan whose parts stay as they are: with the context and the memory for prompts that
         were asked for, or that cost little, and with less of these where the policy has no room
         beside them; and with the micro-batch with which least is read for the tokens of a prompt
@@ -304,20 +362,23 @@ class MemoryPlanner:
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
         plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
-        if config.ubatch or config.expert_ram or not plan.absent_bytes:
+        if isinstance(plan, Refusal) or config.ubatch or config.expert_ram or not plan.absent_bytes:
             return plan
         n, again = SIZES[-1], SIZES[-1] * ABSENT_USE * model.n_expert_used / model.n_expert
         n_tokens = self._sharing(plan, plan.n_ctx).micro_batch(plan.n_ctx - n, n, again)
-        if n_tokens != plan.n_ubatch:
-            with suppress(BudgetError):
-                return self._plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
-        return plan
+        if n_tokens == plan.n_ubatch:
+            return plan
+        other = self.plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
+        return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
         """What the slots of a plan, a context of `most` tokens at most, scratch and copies of
         prompts take in turn."""
-        config, policy, slots = self.config, plan.policy, plan.slots
-        assert policy is not None and slots is not None
+        config, placement = self.config, plan.placement
+        assert placement is not None
+        fewest = place(
+            placement.policy, placement.shape, placement.settings, placement.rules, 0, self.history
+        )
         least = config.ubatch or SIZES[0]
         sizes = sorted({least, *(n for n in SIZES if n <= min(config.ubatch or most, most))})
         lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
@@ -327,8 +388,11 @@ class MemoryPlanner:
         twice = 2 if states else 1
         shared = SharedMemory(
             plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,
-            max(least_slots(policy), sum(group.slot_bytes for group in slots.groups)),
-            policy.shape.all_slot_bytes(),
+            max(
+                fewest.slots.total_bytes,
+                sum(group.slot_bytes for group in placement.slots.groups),
+            ),
+            placement.shape.all_slot_bytes(),
             cell_bytes,
             {size: (twice * empty, each) for size, (empty, each) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
@@ -354,7 +418,8 @@ class MemoryPlanner:
         """With the context where none was asked for. Where everything fits beside the least one, it
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
-        left, estimating = least.cap_bytes - least.fixed_bytes, replace(self, count=None)
+        left = least.cap_bytes - least.fixed_bytes
+        estimating = replace(self, request=replace(self.request, count=None))
         allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
         if least.fits_whole:
             allowed = min(allowed, left - least.expert_bytes)
@@ -384,26 +449,28 @@ class MemoryPlanner:
         marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
         return max(0, min(room.kv_bytes + marks, most))
 
-    def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan:
-        """The plan in the first room that is large enough, each with so many bytes for prompts.
-        Raises the last one's BudgetError."""
-        for each in rooms[:-1]:
-            with suppress(BudgetError):
-                return self._plan_in(*each)
-        return self._plan_in(*rooms[-1])
+    def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan | Refusal:
+        """The plan in the first room that is large enough, each with so many bytes for prompts. The
+        refusal of the last room, if none is."""
+        for each in rooms:
+            found = self.plan_in(*each)
+            if isinstance(found, MemoryPlan):
+                break
+        return found
 
-    def _plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan:
-        """Managed where a plain one does not fit and is not asked for. Raises BudgetError."""
+    def plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan | Refusal:
+        """Managed where a plain plan does not fit and is not asked for."""
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
             fits, needed = room.fits_whole, room.total_bytes
             if not fits and config.policy == PLAIN and asked:
-                raise BudgetError(
+                return Refusal(
                     f"{self._given(room)} is too little for the policy plain, which keeps "
                     f"everything in memory: it needs at least {format_least(needed)} with a "
                     f"context of {room.n_ctx} tokens; the other policies keep experts on disk",
                     needed,
+                    self._option,
                 )
             if fits or config.policy == PLAIN:
                 why = "everything fits" if fits else "asked for"
@@ -416,31 +483,34 @@ class MemoryPlanner:
         shapes = model.shapes if room.device else ()
         shape_of = partial(footprint.model_shape, model, shapes=shapes)
         choice = choose(config, model, shape_of, budget)
-        policy = make_policy(config, choice, shape_of(choice.tiers))
-        if self.teach is not None:
-            self.teach(policy, policy.shape.tiers)
-        try:
-            slots = policy.plan(max(0, budget))
-        except BudgetError as error:
-            raise self._too_small(room, policy, error.needed_bytes) from None
+        placement = self._place(choice, shape_of(choice.tiers), budget)
+        slots = placement.slots
+        if slots.total_bytes > budget:
+            return self._too_small(room, placement)
+        host_bytes = self._host_bytes(room, placement) if room.device else 0
+        if isinstance(host_bytes, Refusal):
+            return host_bytes
         return replace(
             room,
-            reason=policy.describe(),
+            reason=placement.text,
             tiers=choice.tiers,
-            tier_names=policy.shape.tiers,
+            tier_names=placement.shape.tiers,
             expert_bytes=sum(model.tier_bytes[tier] for tier in choice.tiers),
             skip=choice.skip,
             budget_bytes=budget if config.expert_ram or asked else slots.total_bytes,
-            policy=policy,
-            slots=slots,
-            host_bytes=self._host_bytes(room, policy, slots) if room.device else 0,
+            placement=placement,
+            host_bytes=host_bytes,
         )
 
-    def _host_bytes(self, room: MemoryPlan, policy: Policy, slots: SlotPlan) -> int:
+    def _place(self, choice: Choice, shape: ModelShape, budget: int) -> Placement:
+        config = self.config
+        settings, rules = settings_of(config, choice), rules_of(config, choice)
+        return place(choice.policy, shape, settings, rules, budget, self.history)
+
+    def _host_bytes(self, room: MemoryPlan, placement: Placement) -> int | Refusal:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
-        left, as far as there are experts. Raises BudgetError where not even reads in flight find
-        room."""
-        config, model = self.config, self.model
+        left, as far as there are experts. A refusal where not even reads in flight find room."""
+        config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, config, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
         # llama.cpp keeps embeddings there, but for those that stay on disk.
@@ -449,90 +519,101 @@ class MemoryPlanner:
             fixed += max((each.nbytes for each in tables if each), default=0)
         if slots.host_bytes:
             fixed += footprint.exchange_bytes(model, room.n_ubatch)
-        groups, layers = slots.groups, policy.shape.host_slots
+        groups, layers = slots.groups, placement.shape.host_slots
         staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
         sizes = [size for each in layers for tier in staged for size in each[tier].values()]
         # Every size has slots of its own, two at least.
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
         needed = fixed + in_flight
         if room.ram_bytes < needed:
-            raise BudgetError(
+            return Refusal(
                 f"--ram {format_size(room.ram_bytes)} is too little beside a GPU: the smallest "
                 f"that works is {format_least(needed)}",
                 needed,
+                "--ram",
             )
         return min(room.ram_bytes, model.n_expert * sum(sizes) + needed) - fixed
+
+    @property
+    def _option(self) -> str:
+        """The option that limits the memory that experts live in."""
+        return "--vram" if self.machine.device else "--ram"
 
     def _given(self, room: MemoryPlan) -> str:
         """The cap that binds, for a message."""
         if self._asked == room.cap_bytes:
-            return f"{'--vram' if room.device else '--ram'} {format_size(room.cap_bytes)}"
+            return f"{self._option} {format_size(room.cap_bytes)}"
         of = f" of {room.device.name}" if room.device else ""
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
-    def _too_small(self, room: MemoryPlan, policy: Policy, slots: int) -> BudgetError:
-        """Return the error for a budget below what the policy needs. slots: the fewest bytes of
-        slots with which the policy works, beside the room."""
-        expert_ram = self.config.expert_ram
+    def _too_small(self, room: MemoryPlan, placement: Placement) -> Refusal:
+        """The refusal of a budget below what the policy needs. placement: the smallest, beside the
+        room."""
+        expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
+        name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
-            return _TooSmallError(policy, room.fixed_bytes + slots)
-        least = least_slots(policy_class(BASELINE)(policy.shape))
+            needed = room.fixed_bytes + slots
+            text = f"the policy {name} needs {needed} bytes"
+            return _TooSmall(text, needed, self._option, placement.policy)
+        least = place(policy_class(BASELINE), placement.shape).slots.total_bytes
         works = f"; --policy {BASELINE} works from {format_least(least)}" if least < slots else ""
-        return BudgetError(
+        return Refusal(
             f"--expert-ram {format_size(expert_ram)} is too small: the smallest that works with "
-            f"the policy {policy.name} is {format_least(slots)}{works}",
+            f"the policy {name} is {format_least(slots)}{works}",
             slots,
+            "--expert-ram",
         )
 
-    def _refusal(self, error: _TooSmallError) -> BudgetError:
-        """Return the error that tells the user the smallest cap that works, with its context, or
-        names --cache-ram if that alone leaves too little."""
-        option = "--vram" if self.machine.device else "--ram"
-        plan = self.least(error.needed_bytes)
+    def refusal(self, found: _TooSmall) -> Refusal:
+        """The refusal that tells the user the smallest limit that works, with its context, or names
+        --cache-ram if that alone leaves too little."""
+        plan = self.least(found.needed_bytes)
+        if isinstance(plan, Refusal):
+            return plan
         if self.config.cache_ram:
-            without = self.config.with_changes(cache_ram=None)
-            with suppress(BudgetError):
-                replace(self, config=without)._laid_out()
-                return self._cache_too_large(option, plan.cap_bytes)
-        policy = plan.policy or error.policy
+            without = self._asked_with(self.config.with_changes(cache_ram=None))
+            if isinstance(without.laid_out(), MemoryPlan):
+                return self._cache_too_large(plan.cap_bytes)
+        name = plan.placement.name if plan.placement else found.policy.name
         parts = (
             f"with a context of {plan.n_ctx} tokens "
             f"({format_size(plan.fixed_bytes)} for dense weights, KV cache and scratch, "
             f"{format_size(plan.total_bytes - plan.fixed_bytes)} for the fewest experts"
         )
         parts += ")" if plan.shared else "; a smaller --ctx needs less)"
-        if policy.name != BASELINE:
-            with suppress(BudgetError):
-                other = replace(self, config=self.config.compared(policy=BASELINE)).least()
-                if format_least(other.cap_bytes) != format_least(plan.cap_bytes):
-                    parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
-        return BudgetError(
-            f"{self._given(self.room())} is too little: the smallest {option} that works with the "
-            f"policy {policy.name} is {format_least(plan.cap_bytes)}, {parts}",
+        if name != BASELINE:
+            other = self._asked_with(self.config.compared(policy=BASELINE)).least()
+            if isinstance(other, MemoryPlan) and _differ(other.cap_bytes, plan.cap_bytes):
+                parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
+        return Refusal(
+            f"{self._given(self.room())} is too little: the smallest {self._option} that works "
+            f"with the policy {name} is {format_least(plan.cap_bytes)}, {parts}",
             plan.cap_bytes,
+            self._option,
         )
 
-    def _cache_too_large(self, option: str, needed_bytes: int) -> BudgetError:
-        """Return the error for --cache-ram, without which the model fits."""
+    def _asked_with(self, config: Config) -> _Layout:
+        return replace(self, request=replace(self.request, config=config))
+
+    def _cache_too_large(self, needed_bytes: int) -> Refusal:
+        """The refusal of --cache-ram, without which the model fits."""
         text = (
             f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
             f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
         )
-        if self._asked is None:
-            return BudgetError(f"{text}free memory", needed_bytes)
-        return BudgetError(f"{text}give {option} {format_least(needed_bytes)}", needed_bytes)
+        more = "free memory"
+        if self._asked is not None:
+            more = f"give {self._option} {format_least(needed_bytes)}"
+        return Refusal(text + more, needed_bytes, "--cache-ram")
+
+
+def _differ(a: int, b: int) -> bool:
+    """Whether two amounts read differently in a message."""
+    return format_least(a) != format_least(b)
 
 
 def _cap(there: Machine | Device, asked: int | None) -> int:
     return min(asked, there.memory_bytes) if asked else there.usable_bytes
-
-
-def least_slots(policy: Policy) -> int:
-    """Bytes of the fewest slots with which a policy works."""
-    try:
-        return deepcopy(policy).plan(0).total_bytes
-    except BudgetError as error:
-        return error.needed_bytes
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:

@@ -15,7 +15,7 @@ from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.memory.plan import PlanRequest, Refusal, plan
 from orchestrator.policy import BASELINE
 
 # Types that need no importance matrix, and are quick to make.
@@ -48,14 +48,14 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     disk while decoding, high or low. Raises BudgetError for a memory without room for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
-    try:
-        budget = plan_memory(config, model, Machine(1 << 62)).budget_bytes
-    except BudgetError as error:
+    found = plan(PlanRequest(config), model, Machine(1 << 62))
+    if isinstance(found, Refusal):
         raise BudgetError(
             f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "
-            f"{format_least(error.needed_bytes)}, in any precisions",
-            error.needed_bytes,
-        ) from None
+            f"{format_least(found.needed_bytes)}, in any precisions",
+            found.needed_bytes,
+        )
+    budget = found.budget_bytes
     bits = _bits_of_types(model)
     own = model.tiers[0]
     if own.bpw <= bits_per_weight(GGMLType.Q8_0):

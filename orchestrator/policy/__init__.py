@@ -72,3 +72,8 @@ def policy_settings() -> Mapping[str, Setting]:
 def owners(name: str) -> tuple[str, ...]:
     """Names of the policies that have a setting."""
     return tuple(each.name for each in POLICIES.values() if name in each.Settings.declared())
+
+
+def spends_loss(name: str) -> bool:
+    """Whether a policy spends a loss that the user allows: those with the setting for it do."""
+    return ALLOWED_LOSS in POLICIES[name].Settings.declared()

@@ -1,13 +1,12 @@
-"""What a policy is: arithmetic from read-only views to a decision.
+"""What a policy is: a placement, which divides a budget into slots, and a decision for each event.
 
-No clock, no I/O, no global; the same code runs live and in replay.
+Both are arithmetic: no clock, no I/O, no global. The same code runs live and in replay.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -84,18 +83,19 @@ class Precisions:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a policy wants of those who run it. An instance has its own, by its settings and slots,
-    and may change it in `plan` and in `recall`. Of the class asked_in and importance are read, for
-    plans that are made before there is an instance: they are the most that any instance wants.
+    """What a policy requires of the program that runs it.
 
-    asked_in: in the steps of which phases it is asked once per MoE layer. In the others every
-    routed expert is asked for in default_tier, or a better one that is in memory, without Python.
-    n_ahead: how many layers ahead the routers are asked, 0 for none. importance: events of prompts
-    carry the attention that tokens receive. counts: StepReport.counts. states: StepReport.resident
-    and target. transition_rate: bytes per second that its transitions may read beside decoding, 0
-    for no limit. all_resident: it has every expert in memory, so that only its transitions change
-    versions. by_residency: what it decides depends on what is in memory, and so on the disk.
-    whole_layers: what is read while nothing is asked for is read layer by layer.
+    asked_in: the phases of the steps in which `decide` is called once per MoE layer. In other steps
+    every routed expert is requested in default_tier, or in a better one that is in memory, without
+    Python. n_ahead: how many layers ahead the routers are asked; 0 for none. importance: events of
+    prompts carry the attention that tokens receive. counts, states: what a step's report carries,
+    StepReport.counts, and StepReport.resident with target. told_in: the phases of the next steps
+    whose reports carry these; the counts of the other steps come with the next report that has
+    them. transition_rate: bytes per second that transitions may read beside decoding; 0 for no
+    limit. all_resident: every expert is in memory, and only transitions change versions.
+    by_residency: decisions depend on what is in memory, and so on the disk. whole_layers: idle
+    reads bring whole layers. waits: the first token of an answer waits for what `warm` asks for.
+    learns: decisions depend on earlier steps, so that a recording begins with a new policy.
     """
 
     asked_in: tuple[Phase, ...] = ()
@@ -104,216 +104,254 @@ class Wants:
     importance: bool = False
     counts: bool = False
     states: bool = False
+    told_in: tuple[Phase, ...] = EVERY_STEP
     transition_rate: int = 0
     all_resident: bool = False
     by_residency: bool = False
     whole_layers: bool = False
+    waits: bool = False
+    learns: bool = False
 
 
-class Policy:
-    """One way to decide. The class says what a policy wants, its methods what it does. `plan` has
-    to be written; `asked_mix` says that everything is asked for in the best tier, and the other
-    methods do nothing until a policy has its own.
+class History:
+    """What earlier runs and calibration know of a model. This one knows nothing."""
 
-    name: what a user calls it; summary: what it does, in a sentence for tables of the documents.
-    reason: ends the sentence "NAME, which ..." that says why another policy's option has no effect.
-    Settings: the record of its own settings. What only some policies do is a class below, which
-    they name as a base beside this one.
+    def hotness(self) -> np.ndarray | None:
+        """How much each expert is used, float64 [n_layers, n_expert]."""
+        return None
+
+    def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
+        """What each expert loses in these tiers, float64 [n_layers, n_expert, n_tiers]. per_use:
+        times what gates the expert usually has, in nats where a fit is known."""
+        return None
+
+    def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
+        """What these tiers cost against the first of them. May raise ConfigError where that is not
+        known, for a policy that cannot work without it."""
+        return None
+
+    def tuned(self, policy: str) -> Mapping[str, Any] | None:
+        """What a policy found out about its own settings, as `Learned.tuned` has it."""
+        return None
+
+
+UNKNOWN = History()
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a policy knows at the end of a run and the next run may use: hotness, float64
+    [n_layers, n_expert], how much each expert is used; tuned, JSON-ready, what the policy found out
+    about its own settings."""
+
+    hotness: np.ndarray | None = None
+    tuned: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a policy divides a budget: the result of `Policy.place`, which is a pure function.
+
+    slots: within the budget, or, where that is too small, the fewest with which the policy works.
+    wants: what the policy requires with these settings and slots. losses: what experts lose in each
+    tier, where the placement depends on it. A policy with more to remember has a subclass.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str] = ""
-    reason: ClassVar[str] = "has settings of its own"
-    Settings: ClassVar[type[Settings]] = Settings
-    precisions: ClassVar[Precisions] = Precisions()
-    wants: Wants = Wants()
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        """Raises TypeError for a policy whose decisions nobody would ever ask for."""
-        super().__init_subclass__(**more)
-        if not cls.wants.asked_in and cls.decide is not Policy.decide:
-            raise TypeError(f"{cls.__name__} decides, and its wants.asked_in is empty")
-
-    def __init__(self, shape: ModelShape, settings: Any = None, rules: Rules | None = None) -> None:
-        """settings: a record of the class's Settings, None for its defaults. Raises PolicyError
-        where the policy cannot work with the model's tiers."""
-        skips, precisions = rules is not None and rules.skip, self.precisions
-        too_few = len(shape.tiers) < precisions.least
-        if precisions.keeps is not None and (too_few or skips):
-            raise TiersError(
-                f"the policy {self.name} keeps each expert in one of {precisions.keeps}",
-                "give --low FILE or a file packed with several tiers, and not --low-tier skip",
-            )
-        if too_few:
-            raise TiersError(
-                f"the policy {self.name} works with {precisions.least} precisions",
-                "give --low FILE or a file packed with as many tiers",
-            )
-        self.shape = shape
-        self.settings = self.Settings() if settings is None else settings
-        self.rules = rules or Rules()
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Sets what a new policy has besides. Raises PolicyError as __init__ does."""
+    policy: type[Policy]
+    shape: ModelShape
+    settings: Any
+    rules: Rules
+    slots: SlotPlan
+    wants: Wants
+    losses: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
-    def fresh(self) -> bool:
-        """Whether it would decide as a new one: it was told of no step yet, or keeps nothing."""
-        return True
+    def name(self) -> str:
+        """The name of the policy."""
+        return self.policy.name
 
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """How the budget is divided into slots. It may be called several times with other budgets;
-        the last call counts. Raises BudgetError for one that is too small."""
-        raise NotImplementedError
+    @property
+    def text(self) -> str:
+        """A phrase for the mode line."""
+        return f"{self.name} {'/'.join(self.shape.tiers)}"
 
-    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
-        """The share of each expert's uses that is asked for in each tier, float64 [n_layers,
+    @property
+    def spends(self) -> float | None:
+        """The loss that the policy spends on purpose, in nats a token; None for a policy that does
+        not count losses."""
+        return None
+
+    def fractions(self, uses: np.ndarray) -> np.ndarray:
+        """The share of each expert's uses that is requested in each tier, float64 [n_layers,
         n_expert, n_tiers]; what is missing to 1 is skipped. uses [n_layers, n_expert]: how often
-        tokens of an answer use each. After plan."""
+        tokens of an answer use each expert."""
         mix = np.zeros((*uses.shape, len(self.shape.tiers)))
         mix[..., 0] = 1.0
         return mix
 
-    def start(self) -> Sequence[Transition]:
-        """What to load before the first token; after plan."""
+    def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
+        """The experts to load before the first token. hotness: how much each expert is used, in
+        place of what the placement was made with."""
         return ()
+
+    def make(self, history: History = UNKNOWN) -> Policy:
+        """The policy that decides with this placement."""
+        made = self.policy(self)
+        hotness = history.hotness() if made.wants.counts else None
+        if hotness is not None:
+            made.recall(hotness)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a policy declares of itself. Each field is also an attribute of the policy's class.
+
+    name: as users write it. summary: what it does, a sentence for tables of the documents.
+    Settings: the record of its own settings. reason: ends the sentence "NAME, which ..." that says
+    why another policy's option has no effect. precisions: those that it works with. wants: the most
+    that any placement requires, for plans that are made before there is one.
+    """
+
+    name: str
+    summary: str = ""
+    Settings: type[Settings] = Settings
+    reason: str = "has settings of its own"
+    precisions: Precisions = Precisions()
+    wants: Wants = Wants()
+
+
+class Policy:
+    """One way to decide. This table is the whole contract:
+
+    | member | what it is |
+    |---|---|
+    | about | required: what the policy declares of itself |
+    | place | required: divides a budget into slots; pure |
+    | decide | required where `about.wants.asked_in` is not empty: the tiers of a layer's experts |
+    | on_step | told of each step; returns transitions. Default: none |
+    | warm | what is loaded before the first token. Default: what the placement says |
+    | update_settings | live settings changed. Default: has the new record |
+    | report | what the policy knows of its own work. Default: empty |
+    | describe | a phrase for the mode line. Default: the placement's text |
+    | recall, learned | optional: state that lives across runs. Default: none |
+    | save_sequence, restore_sequence | optional: state of one sequence. Default: none |
+
+    A policy is made of a placement, and has its parts: shape, settings, rules, wants. It may
+    replace its own `wants` between steps.
+    """
+
+    about: ClassVar[About]
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    Settings: ClassVar[type[Settings]]
+    reason: ClassVar[str]
+    precisions: ClassVar[Precisions] = Precisions()
+    wants: Wants
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Raises TypeError for a policy whose decisions nobody would ever ask for."""
+        super().__init_subclass__(**more)
+        about = cls.__dict__.get("about")
+        if about is None:
+            return
+        for each in fields(About):
+            setattr(cls, each.name, getattr(about, each.name))
+        if not about.wants.asked_in and cls.decide is not Policy.decide:
+            raise TypeError(f"{cls.__name__} decides, and about.wants.asked_in is empty")
+
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> Placement:
+        """Divide a budget into slots. Where it is too small, the slots are the fewest with which
+        the policy works: that is the placement at budget 0. Raises PolicyError where the policy
+        cannot work with the model's tiers and these settings; and what `History.estimate` raises.
+        """
+        raise NotImplementedError
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.shape, self.settings = placement.shape, placement.settings
+        self.rules, self.wants = placement.rules, placement.wants
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Set what a new policy has besides."""
+
+    def warm(
+        self, resident: np.ndarray | None = None, target: np.ndarray | None = None
+    ) -> Sequence[Transition] | None:
+        """What has to be in memory before the first token, of the run or, where `wants.waits`, of
+        an answer. Then resident and target are given as of StepReport, and the call is repeated
+        each time its transitions are done: () where only those under way are left, None to wait for
+        nothing."""
+        return self.placement.first()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Writes a tier for the routed experts (0 where nothing is written) and what to
-        prefetch. Of what it is given it changes `out` alone, and it keeps no reference to it."""
+        """Write a tier for the routed experts (0 where nothing is written) and what to prefetch.
+        It changes `out` alone, and keeps no reference to its arguments."""
 
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """After every step that succeeded; returns the transitions to start."""
+    def on_step(self, report: StepReport) -> Sequence[Transition]:
+        """Called after every step that succeeded. Returns the transitions to start."""
         return ()
 
-    def change(self, name: str, value: Any) -> bool:
-        """Changes a live setting; False where it has no live setting of this name. Raises
-        SettingError, and as go_by does."""
-        declared = self.Settings.declared().get(name)
-        if declared is None or not declared.live:
-            return False
-        self.go_by(replace(self.settings, **{name: value}))
-        return True
-
-    def go_by(self, settings: Any) -> None:
-        """Has a record with other values of live settings from the next step on. Slots stay as
-        planned. Raises what _settings_changed raises, and changes nothing then."""
-        before, self.settings = self.settings, settings
-        try:
-            self._settings_changed()
-        except BaseException:
-            self.settings = before
-            raise
-
-    def _settings_changed(self) -> None:
-        """After a live setting changed. Changes nothing where it raises PolicyError."""
+    def update_settings(self, settings: Any) -> None:
+        """Go by a record with other values of live settings from the next step on. Slots stay.
+        Raises PolicyError for values that the policy cannot work with, and changes nothing then."""
+        self.placement = replace(self.placement, settings=settings)
+        self.settings = settings
 
     def report(self) -> Mapping[str, Any]:
         """What the policy knows about its own work, JSON-ready; empty where nothing."""
         return {}
 
     def describe(self) -> str:
-        """One phrase for the mode line."""
-        return f"{self.name} {'/'.join(self.shape.tiers)}"
+        """A phrase for the mode line."""
+        return self.placement.text
 
+    def recall(self, hotness: np.ndarray) -> None:
+        """Start from what an earlier run learned, `Learned.hotness`. Called before `warm`."""
 
-class Learns(ABC):
-    """A policy that places experts by how much they are used, which is kept for the next start.
+    def learned(self) -> Learned:
+        """What the next run may use."""
+        return Learned()
 
-    updates: how often it placed them anew.
-    """
-
-    updates: int = 0
-
-    @property
-    @abstractmethod
-    def hotness(self) -> np.ndarray:
-        """What it has learned, float64 [n_layers, n_expert], a copy; zeros for nothing yet."""
-
-    @abstractmethod
-    def set_hotness(self, scores: np.ndarray) -> None:
-        """Starts from what an earlier run learned, [n_layers, n_expert]; before plan, and again
-        before start."""
-
-    def wants_report(self, phase: Phase) -> bool:
-        """Whether the report of a step of this phase has to carry what it asks for. Where not, its
-        counts come with the next one that does, and `step_done` gets no states."""
-        return True
-
-
-class WeighsLosses:
-    """A policy that goes by what each expert loses in each tier, where that is known.
-
-    per_use: it wants losses that are multiplied by what gates their expert usually has, in nats
-    where a fit is known. losses: what set_losses said, None where nothing.
-    """
-
-    per_use: ClassVar[bool] = False
-    losses: np.ndarray | None = None
-
-    @property
-    def losses_matter(self) -> bool:
-        """Whether it goes by losses with the settings that it has."""
-        return True
-
-    def set_losses(self, losses: np.ndarray) -> None:
-        """What experts lose in each tier, float64 [n_layers, n_expert, n_tiers]; before plan, and
-        again before start."""
-        self.losses = np.array(losses, np.float64)
-
-
-class SpendsLoss(ABC):
-    """A policy that has a loss to spend, its setting max_loss, and has to know what choices
-    cost."""
-
-    @property
-    @abstractmethod
-    def allowed(self) -> float:
-        """What it may lose now, in nats a token: its setting max_loss, or half of it."""
-
-    @abstractmethod
-    def halve(self, on: bool) -> None:
-        """Spend half of max_loss from now on, or all of it again."""
-
-    @abstractmethod
-    def set_estimate(self, estimate: KlEstimate) -> None:
-        """What the tiers in use cost against the best of them; before plan, and again before
-        start."""
-
-
-class Tunes(ABC):
-    """A policy that finds out something about its own settings, kept for the next start."""
-
-    @property
-    @abstractmethod
-    def tuned(self) -> Mapping[str, Any] | None:
-        """What it found out, JSON-ready; None where nothing."""
-
-    @abstractmethod
-    def recall(self, tuned: Mapping[str, Any]) -> None:
-        """Starts from what an earlier run tuned, as far as it goes with this one; after plan."""
-
-
-class WaitsBeforeAnswer(ABC):
-    """A policy for which the first token of an answer may wait."""
-
-    @abstractmethod
-    def before_answer(
-        self, resident: np.ndarray, target: np.ndarray
-    ) -> Sequence[Transition] | None:
-        """Called between a prompt and its answer, and again each time what it returned is done.
-        Returns transitions to wait for, () where only those under way are left, and None to wait
-        for nothing. resident, target: as of StepReport."""
-
-
-class KeepsSequences(ABC):
-    """A policy that knows something of each sequence."""
-
-    @abstractmethod
     def save_sequence(self, sequence: int) -> bytes | None:
-        """What it knows of one sequence, for whoever keeps its tokens; None for nothing."""
+        """What the policy knows of one sequence, for whoever keeps its tokens; None for nothing."""
+        return None
 
-    @abstractmethod
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on, with what save_sequence gave. Raises PolicyError for other bytes."""
+        """A sequence goes on; state is what save_sequence returned. Raises PolicyError for other
+        bytes."""
+
+
+def place(
+    policy: type[Policy],
+    shape: ModelShape,
+    settings: Any = None,
+    rules: Rules | None = None,
+    budget_bytes: int = 0,
+    history: History = UNKNOWN,
+) -> Placement:
+    """The placement of a policy. settings: None for its defaults. Raises what `Policy.place`
+    raises, and TiersError for a model with fewer tiers than the policy works with."""
+    rules, precisions = rules or Rules(), policy.precisions
+    too_few = len(shape.tiers) < precisions.least
+    if precisions.keeps is not None and (too_few or rules.skip):
+        raise TiersError(
+            f"the policy {policy.name} keeps each expert in one of {precisions.keeps}",
+            "give --low FILE or a file packed with several tiers, and not --low-tier skip",
+        )
+    if too_few:
+        raise TiersError(
+            f"the policy {policy.name} works with {precisions.least} precisions",
+            "give --low FILE or a file packed with as many tiers",
+        )
+    settings = policy.Settings() if settings is None else settings
+    return policy.place(shape, settings, rules, max(0, budget_bytes), history)

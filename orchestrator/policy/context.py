@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,9 @@ from orchestrator.allocation.pools import (
     nominal_bits,
     nominal_losses,
     shares,
-    too_little,
 )
 from orchestrator.allocation.settings import Background, Shared
-from orchestrator.allocation.slots import SlotPlan, Transition
+from orchestrator.allocation.slots import ModelShape, Rules, Transition
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     DecisionBuffer,
@@ -40,13 +40,13 @@ from orchestrator.events import (
     served,
 )
 from orchestrator.policy.base import (
-    KeepsSequences,
-    Learns,
+    About,
+    History,
+    Learned,
+    Placement,
     Policy,
     Precisions,
-    WaitsBeforeAnswer,
     Wants,
-    WeighsLosses,
 )
 from orchestrator.settings import again, setting
 
@@ -181,7 +181,131 @@ class ContextSettings(PlacementSettings, Background):
 _LEARNED_TOKENS = 1024
 
 
-class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnswer):
+class NearTiers(NamedTuple):
+    """The tiers of experts that are not hot, best first: their numbers, names, nominal bits a
+    weight, and bits as stored, empty where these are not known."""
+
+    tiers: list[int]
+    names: list[str]
+    bits: list[int]
+    stored: list[float]
+
+    @classmethod
+    def of(cls, shape: ModelShape, settings: ContextSettings) -> NearTiers:
+        """Raises PolicyError as near_tiers does."""
+        tiers = near_tiers(shape.tiers, settings.near_tiers)
+        names = [shape.tiers[tier] for tier in tiers]
+        stored = [shape.bits[tier] for tier in tiers] if shape.bits else []
+        return cls(tiers, names, [nominal_bits(name) for name in names], stored)
+
+
+def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
+    """Whether near tiers are on the host of a GPU: what is tried, in turn."""
+    asked = settings.near_place
+    if not shape.host_slots or asked == DEVICE:
+        return [False]
+    return [True] if asked == HOST or shares_slots else [False, True]
+
+
+def like_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
+    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
+    PolicyError where the least bits are more than near_bits."""
+    bits = near.bits
+    if settings.near_bits < bits[-1]:
+        raise PolicyError(
+            f"--near-bits {settings.near_bits:g} is less than {near.names[-1]} has: name a lower "
+            f"tier, or ask for {bits[-1]} or more"
+        )
+    losses = nominal_losses(bits, 1, n_cold)[0]
+    weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
+    return prefix_split(losses, bits, bit_budget(n_cold, settings), weights)
+
+
+def pools_of(
+    shape: ModelShape,
+    near: NearTiers,
+    n_hot: int,
+    counts: Sequence[int],
+    shares_slots: bool,
+    on_host: bool,
+) -> TierPools:
+    """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near tiers.
+    on_host: the near ones are in the host's memory behind a GPU, with its threads computing
+    them."""
+    unused = set(range(1, len(shape.tiers))) - set(near.tiers)
+    groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
+    if shares_slots:
+        groups.append((tuple(near.tiers), sum(counts)))
+    else:
+        groups += [((tier,), n) for tier, n in zip(near.tiers, counts, strict=True)]
+    layers = shape.n_layers
+    places = [Places(tiers, [n] * layers, on_host=on_host) for tiers, n in groups]
+    if on_host:
+        pairs = zip(shape.slots, shape.host_slots, strict=True)
+        shape = replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
+    return TierPools(shape, [Places((0,), [n_hot] * layers, reserve=False), *places])
+
+
+def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
+    """What earlier runs learned, as uses of _LEARNED_TOKENS tokens."""
+    return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlacement(Placement):
+    """n_hot: K, the experts of each layer in tier 0; near_counts: those in each near tier.
+    shares_slots: near tiers share slots, so that their counts follow the conversation. on_host:
+    near tiers are in the host's memory behind a GPU. hotness: how much each expert is used, by
+    earlier runs."""
+
+    near: NearTiers
+    shares_slots: bool
+    n_hot: int
+    near_counts: tuple[int, ...]
+    pools: TierPools
+    on_host: bool
+    hotness: np.ndarray | None
+
+    def of_use(
+        self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The importance of each expert, float64, and its tier, uint8 [n_layers, n_expert], by what
+        the conversation used, and by uses before it."""
+        settings, near = self.settings, self.near
+        scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
+        losses = nominal_losses(near.bits, *scores.shape)
+        if self.losses is not None:
+            losses = self.losses[..., near.tiers]
+        most = None if self.shares_slots else self.near_counts
+        placed = place(scores, self.n_hot, losses, near.bits, settings, most)
+        tiers: np.ndarray = np.array([0, *near.tiers], np.uint8)[placed]
+        return scores, tiers
+
+    def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
+        """Every expert where the hotness alone would have it."""
+        none = np.zeros((self.shape.n_layers, self.shape.n_expert))
+        known = self.hotness if hotness is None else hotness
+        before = none if known is None else as_uses(known, self.shape.n_expert_used)
+        return every_expert_to(self.of_use(none, none, before)[1])
+
+    @property
+    def text(self) -> str:
+        near, names = self.near, self.near.names
+        if near.stored:
+            names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, near.stored, strict=True)]
+        counts = zip(self.near_counts, names, strict=True)
+        said = ", ".join(f"{n} {name}" for n, name in counts if n) or "none near"
+        if self.shares_slots:
+            bits = f"{self.settings.near_bits:g} nominal bits"
+            said = f"{sum(self.near_counts)} in {', '.join(names)}, {bits} on average"
+        where = ", which the host computes" if self.on_host else ""
+        return (
+            f"context, of {self.shape.n_expert} experts a layer {self.n_hot} hot in "
+            f"{self.shape.tiers[0]}, {said}{where}"
+        )
+
+
+class ContextAware(Policy):
     """The K most important experts of each layer in tier 0, the others in the near tiers, all of
     them in memory, by what the conversation used.
 
@@ -200,48 +324,78 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
     in any case, so that slots of their own are as good and smaller.
     """
 
-    name = "context"
-    summary = (
-        "Every expert is in memory: in the best precision those that the conversation used most, "
-        "the others in lower ones. They are placed once per prompt, in the background, and no "
-        "token waits for it."
+    about = About(
+        name="context",
+        summary=(
+            "Every expert is in memory: in the best precision those that the conversation used "
+            "most, the others in lower ones. They are placed once per prompt, in the background, "
+            "and no token waits for it."
+        ),
+        Settings=ContextSettings,
+        reason="places every expert by the prompt",
+        precisions=Precisions(least=2, keeps="several precisions"),
+        # The last layer's part of a prompt is seen by looking one layer ahead.
+        wants=Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True),
     )
-    Settings = ContextSettings
-    reason = "places every expert by the prompt"
-    precisions = Precisions(least=2, keeps="several precisions")
-    # The last layer's part of a prompt is seen by looking one layer ahead.
-    wants = Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True)
     settings: ContextSettings
+    placement: ContextPlacement
 
-    def _set_up(self) -> None:
-        """Raises PolicyError where the model has no second precision in use, for near tiers that it
-        lacks or that are too many, and for shared slots on a device."""
-        shape = self.shape
-        self._near = near_tiers(shape.tiers, self.settings.near_tiers)
-        self._names = [shape.tiers[tier] for tier in self._near]
-        self._bits = [nominal_bits(name) for name in self._names]
-        # Bits a weight of each near tier as stored; empty where they are not known.
-        self._stored = [shape.bits[tier] for tier in self._near] if shape.bits else []
-        self._shares = self.settings.near_slots == SHARED and len(self._near) > 1
-        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
-        self._waits = self.rules.exact or self.settings.placement == WAIT
-        self._on_host = False  # the near tiers of a GPU; after plan
-        if self._shares and not (shape.shares_slots or self._places[-1]):
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> ContextPlacement:
+        """Every expert near, and K of each layer in the best tier instead: as many as fit, or
+        hot_experts of them. Raises PolicyError where the model has no second precision in use, for
+        near tiers that it lacks or that are too many, and for shared slots on a device."""
+        near = NearTiers.of(shape, settings)
+        shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
+        places = _places(shape, settings, shares_slots)
+        if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
                 f"--near-place {HOST}"
             )
-        size = shape.n_layers, shape.n_expert
-        rate = self.settings.transition_rate or 0
-        self.wants = replace(
-            self.wants,
+        n, asked = shape.n_expert, settings.hot_experts
+        most = n if asked is None else min(n, asked)
+        fewest = 1 if asked is None else most
+        for on_host, n_hot in product(places, range(most, fewest - 1, -1)):
+            counts = like_counts(n - n_hot, near, settings)
+            pools = pools_of(shape, near, n_hot, counts, shares_slots, on_host)
+            slots = pools.plan()
+            if slots.total_bytes <= budget_bytes:
+                break
+        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
+        waits = rules.exact or settings.placement == WAIT
+        wants = replace(
+            cls.about.wants,
             default_tier=len(shape.tiers) - 1,
-            transition_rate=0 if self._waits else rate,  # none where a token waits for them
+            transition_rate=0 if waits else settings.transition_rate or 0,
+            waits=waits,
+            learns=True,
         )
+        return ContextPlacement(
+            *(cls, shape, settings, rules, slots, wants),
+            # Where the counts of each tier are fixed there is nothing to choose by losses.
+            losses=history.losses(shape.tiers) if shares_slots else None,
+            near=near,
+            shares_slots=shares_slots,
+            n_hot=n_hot,
+            near_counts=counts,
+            pools=pools,
+            on_host=on_host,
+            hotness=history.hotness(),
+        )
+
+    def _set_up(self) -> None:
+        self._near = self.placement.near
+        size = self.shape.n_layers, self.shape.n_expert
+        self.updates = 0
         self.use = SequenceUse(*size)
-        self._n_hot = 0
-        self._near_counts: tuple[int, ...] = ()
-        self._pools: TierPools | None = None
         self._learned: np.ndarray = np.zeros(size)
         self._predicted = -1  # the step of which look-ahead has counted the last layer
         self._placed = True  # whether no prompt was read since the latest placement
@@ -250,85 +404,20 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = 0
 
-    @property
-    def losses_matter(self) -> bool:
-        """Not where the counts of each tier are fixed: they leave nothing to choose by losses."""
-        return self._shares
-
-    @property
-    def _places(self) -> list[bool]:
-        """Whether near tiers are on the host of a GPU: what is tried, in turn."""
-        asked, shape = self.settings.near_place, self.shape
-        if not shape.host_slots or asked == DEVICE:
-            return [False]
-        return [True] if asked == HOST or self._shares else [False, True]
-
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """Every expert near, and K of each layer in the best tier instead: as many as fit, or
-        hot_experts of them. Raises BudgetError."""
-        n, asked = self.shape.n_expert, self.settings.hot_experts
-        most = n if asked is None else min(n, asked)
-        for on_host in self._places:
-            for n_hot in range(most, (1 if asked is None else most) - 1, -1):
-                counts = self._like_counts(n - n_hot)
-                pools = self._pools_of(n_hot, counts, on_host)
-                slots = pools.plan()
-                if slots.total_bytes <= budget_bytes:
-                    self._n_hot, self._near_counts, self._pools = n_hot, counts, pools
-                    self._on_host = on_host
-                    return slots
-        raise too_little(budget_bytes, slots.total_bytes)
-
-    def _like_counts(self, n_cold: int) -> tuple[int, ...]:
-        """How many of n_cold experts of a layer get each near tier where all are alike. Raises
-        PolicyError where the least bits are more than near_bits."""
-        asked, bits = self.settings, self._bits
-        if asked.near_bits < bits[-1]:
-            raise PolicyError(
-                f"--near-bits {asked.near_bits:g} is less than {self._names[-1]} has: name a lower "
-                f"tier, or ask for {bits[-1]} or more"
-            )
-        losses = nominal_losses(bits, 1, n_cold)[0]
-        weights = 1 / np.arange(1.0, n_cold + 1) if asked.near_weights == IMPORTANCE else None
-        return prefix_split(losses, bits, bit_budget(n_cold, asked), weights)
-
-    def _pools_of(self, n_hot: int, counts: Sequence[int], on_host: bool) -> TierPools:
-        """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near
-        tiers. on_host: the near ones are in the host's memory behind a GPU, with its threads
-        computing them."""
-        unused = set(range(1, len(self.shape.tiers))) - set(self._near)
-        near: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
-        if self._shares:
-            near.append((tuple(self._near), sum(counts)))
-        else:
-            near += [((tier,), n) for tier, n in zip(self._near, counts, strict=True)]
-        shape, layers = self.shape, self.shape.n_layers
-        places = [Places(tiers, [n] * layers, on_host=on_host) for tiers, n in near]
-        if on_host:
-            pairs = zip(shape.slots, shape.host_slots, strict=True)
-            shape = replace(shape, slots=tuple((there[0], *here[1:]) for there, here in pairs))
-        return TierPools(shape, [Places((0,), [n_hot] * layers, reserve=False), *places])
-
-    @property
-    def fresh(self) -> bool:
-        return self.updates == 0 and not bool(self.use.sums.any())
-
-    @property
-    def hotness(self) -> np.ndarray:
+    def learned(self) -> Learned:
         """The share of tokens that use each expert, of earlier runs and of this one."""
         used = self.use.past + self.use.sums[0]
         if not used.any():
-            return np.array(self._learned)
+            return Learned(hotness=np.array(self._learned))
         frequency: np.ndarray = shares(self._before() + used) * self.shape.n_expert_used
-        return frequency
+        return Learned(hotness=frequency)
 
     def _before(self) -> np.ndarray:
         """What earlier runs learned, as uses of this one."""
-        k = self.shape.n_expert_used
-        return shares(self._learned, np.zeros_like(self._learned)) * k * _LEARNED_TOKENS
+        return as_uses(self._learned, self.shape.n_expert_used)
 
-    def set_hotness(self, scores: np.ndarray) -> None:
-        self._learned = np.array(scores, np.float64).reshape(self._learned.shape)
+    def recall(self, hotness: np.ndarray) -> None:
+        self._learned = np.array(hotness, np.float64).reshape(self._learned.shape)
 
     def save_sequence(self, sequence: int) -> bytes | None:
         return self.use.save(sequence)
@@ -338,22 +427,24 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         self.use.restore(sequence, state)
         self._placed = False
 
-    def start(self) -> list[Transition]:
-        """Every expert where the profile alone would have it."""
-        wanted = self._latest = self._place()
-        return every_expert_to(wanted)
+    def warm(
+        self, resident: np.ndarray | None = None, target: np.ndarray | None = None
+    ) -> Sequence[Transition] | None:
+        """Every expert where the profile alone would have it; before an answer, where the
+        conversation has it."""
+        if resident is None or target is None:
+            wanted = self._latest = self._place()
+            return every_expert_to(wanted)
+        if not self.wants.waits:
+            return None
+        self._place_anew()
+        return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
         """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
-        use, settings, k = self.use, self.settings, self.shape.n_expert_used
+        use = self.use
         counts, gates = use.sums
-        self._scores = importance(counts, gates, self._before() + use.past, settings, k)
-        losses = nominal_losses(self._bits, *self._scores.shape)
-        if self.losses is not None:
-            losses = self.losses[..., self._near]
-        most = None if self._shares else self._near_counts
-        placed = place(self._scores, self._n_hot, losses, self._bits, settings, most)
-        tiers: np.ndarray = np.array([0, *self._near], np.uint8)[placed]
+        self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -369,8 +460,8 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             gates = event.ahead_array[0] * of_prompt
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """Counts the step, and returns the moves that have slots now. Experts are placed after the
+    def on_step(self, report: StepReport) -> Sequence[Transition]:
+        """Count the step, and return the moves that have slots now. Experts are placed after the
         first token of an answer: a prompt that comes in parts has an end in each of them."""
         if report.counts is None or report.resident is None or report.target is None:
             return ()
@@ -381,14 +472,6 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
             self._steps += self._wanted is not None
             self._place_anew()
         return self._moves(report.resident, report.target)
-
-    def before_answer(
-        self, resident: np.ndarray, target: np.ndarray
-    ) -> Sequence[Transition] | None:
-        if not self._waits:
-            return None
-        self._place_anew()
-        return self._moves(resident, target)
 
     def _place_anew(self) -> None:
         """Behind a prompt, once."""
@@ -401,13 +484,13 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
         """What may move now towards the latest placement, the most important experts first."""
-        wanted, pools = self._wanted, self._pools
-        if wanted is None or pools is None:
+        wanted = self._wanted
+        if wanted is None:
             return []
         if (resident == wanted).all():
             self._wanted = None
             return []
-        moves = pools.moves_to(wanted, resident, target, self._scores)
+        moves = self.placement.pools.moves_to(wanted, resident, target, self._scores)
         self._moved += len(moves)
         return moves
 
@@ -415,33 +498,19 @@ class ContextAware(Policy, Learns, WeighsLosses, KeepsSequences, WaitsBeforeAnsw
         """Since the engine started: placements, and experts that were asked to move for them;
         decode steps that the latest one took; hot and near experts of a layer by tier, on average,
         and the near ones' bits, nominal and as stored."""
-        latest, near = self._latest, [float(n) for n in self._near_counts]
-        if latest is not None and self._shares:
-            near = [float((latest == tier).sum() / len(latest)) for tier in self._near]
+        latest, placement, names = self._latest, self.placement, self._near.names
+        near = [float(n) for n in placement.near_counts]
+        if latest is not None and placement.shares_slots:
+            near = [float((latest == tier).sum() / len(latest)) for tier in self._near.tiers]
         found: dict[str, Any] = {
             "placements": self.updates,
             "moves": self._moved,
             "steps": self._steps,
-            "hot_per_layer": self._n_hot,
-            "near_per_layer": dict(zip(self._names, near, strict=True)),
+            "hot_per_layer": placement.n_hot,
+            "near_per_layer": dict(zip(names, near, strict=True)),
         }
         if any(near):
-            found["near_bits"] = float(np.average(self._bits, weights=near))
-        if any(near) and self._stored:
-            found["near_bits_stored"] = float(np.average(self._stored, weights=near))
+            found["near_bits"] = float(np.average(self._near.bits, weights=near))
+        if any(near) and self._near.stored:
+            found["near_bits_stored"] = float(np.average(self._near.stored, weights=near))
         return found
-
-    def describe(self) -> str:
-        names = self._names
-        if self._stored:
-            names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, self._stored, strict=True)]
-        counts = zip(self._near_counts, names, strict=True)
-        near = ", ".join(f"{n} {name}" for n, name in counts if n) or "none near"
-        if self._shares:
-            bits = f"{self.settings.near_bits:g} nominal bits"
-            near = f"{sum(self._near_counts)} in {', '.join(names)}, {bits} on average"
-        where = ", which the host computes" if self._on_host else ""
-        return (
-            f"context, of {self.shape.n_expert} experts a layer {self._n_hot} hot in "
-            f"{self.shape.tiers[0]}, {near}{where}"
-        )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.slots import Share, SlotPlan, divide
+from orchestrator.allocation.slots import ModelShape, Rules, Share, divide
 from orchestrator.errors import TiersError
 from orchestrator.events import (
     SKIP,
@@ -24,7 +24,15 @@ from orchestrator.events import (
     StoreView,
     distinct,
 )
-from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Wants
+from orchestrator.policy.base import (
+    EVERY_STEP,
+    About,
+    History,
+    Placement,
+    Policy,
+    Precisions,
+    Wants,
+)
 from orchestrator.settings import setting
 
 # r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
@@ -165,6 +173,65 @@ class DyMoESettings(LookAhead):
     )
 
 
+def _one_precision(shape: ModelShape, rules: Rules) -> bool:
+    """Whether there is nothing lower to compute an expert in."""
+    return len(shape.tiers) < 2 and not rules.skip
+
+
+class Depth(NamedTuple):
+    """How many experts are critical by depth. retention: the average share that is asked for;
+    critical: t_l of each layer; realised: the average of t_l / k; least: the smallest such average
+    that the schedule reaches."""
+
+    retention: float
+    critical: list[int]
+    realised: float
+    least: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
+        """Raises TiersError where experts would need a second tier and there is none."""
+        one_precision = _one_precision(shape, rules)
+        usual = 1.0 if one_precision else _USUAL_RETENTION
+        retention = usual if settings.retention is None else settings.retention
+        if one_precision and retention < 1.0:
+            raise TiersError(
+                "the policy dymoe needs a second precision",
+                "give --low FILE, a file packed with several tiers, or --low-tier skip",
+            )
+        n_layers, k, schedule = shape.n_layers, shape.n_expert_used, settings.schedule
+        critical = solve(retention, n_layers, k, schedule)
+        least = realised(solve(0.0, n_layers, k, schedule), k)
+        return cls(retention, critical, realised(critical, k), least)
+
+
+@dataclass(frozen=True)
+class DyMoEPlacement(Placement):
+    """room: of each layer, its slots in each tier. depth: how many experts are critical."""
+
+    room: Sequence[Sequence[int]]
+    depth: Depth
+
+    def fractions(self, uses: np.ndarray) -> np.ndarray:
+        """Critical experts high, the others low or skipped."""
+        high = self.depth.realised
+        mix = (high, 1.0 - high)[: len(self.shape.tiers)]
+        return np.broadcast_to(mix, (*uses.shape, len(mix)))
+
+    @property
+    def text(self) -> str:
+        high, depth = self.shape.tiers[0], self.depth
+        if _one_precision(self.shape, self.rules):
+            return f"dymoe {high}, one precision"
+        skips = self.rules.skip or len(self.shape.tiers) < 2
+        low, less = "skip" if skips else self.shape.tiers[1], ""
+        if depth.retention < depth.least:
+            schedule = self.settings.schedule
+            other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
+            less = f": the schedule {schedule} reaches no less{other}"
+        return f"dymoe {high}/{low} r={depth.retention:g} (realised {depth.realised:.3f}{less})"
+
+
 class DyMoE(Policy):
     """Per layer and step, the t_l most important experts in tier 0, the others in tier 1 or
     skipped; slot quotas per layer; the next layer's experts prefetched.
@@ -175,32 +242,74 @@ class DyMoE(Policy):
     layer's high slots; the others pass through half of them at most.
     """
 
-    name = "dymoe"
-    summary = (
-        "The default where not everything fits. Critical experts are high, the others low or "
-        "skipped, and more of them are critical in early layers than in late ones. It prefetches "
-        "for the next layer as long as that pays."
+    about = About(
+        name="dymoe",
+        summary=(
+            "The default where not everything fits. Critical experts are high, the others low or "
+            "skipped, and more of them are critical in early layers than in late ones. It "
+            "prefetches for the next layer as long as that pays."
+        ),
+        Settings=DyMoESettings,
+        reason="decides token by token",
+        precisions=Precisions(most=2, lossless={"retention": 1.0}),
+        wants=Wants(EVERY_STEP, importance=True),
     )
-    Settings = DyMoESettings
-    reason = "decides token by token"
-    precisions = Precisions(most=2, lossless={"retention": 1.0})
-    wants = Wants(EVERY_STEP, importance=True)
     settings: DyMoESettings
+    placement: DyMoEPlacement
+
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> DyMoEPlacement:
+        """One group per (layer, kind, tier). First the working set of one token in every
+        layer, t_l high and k - t_l low experts, so that decoding needs no second pass; then
+        the rest by expected use per byte.
+
+        A high slot answers high and low requests, (t + (k-t) * low/high bytes) / k of a
+        layer's demand per byte; a low slot only the low ones, (k-t) / k. The high ones win
+        unless a layer is almost wholly sub-critical.
+        """
+        settings = settings.with_usual()
+        depth = Depth.of(shape, settings, rules)
+        one_precision = _one_precision(shape, rules)
+        k, n = shape.n_expert_used, min(2, len(shape.tiers))
+        first = [
+            Share(shape.expert_slot_bytes(layer, tier), 1, units, units)
+            for layer, t in enumerate(depth.critical)
+            for tier, units in enumerate((t, max(1, k - t))[:n])
+        ]
+        counts = divide(first, budget_bytes)
+        second: list[Share] = []
+        for layer, t in enumerate(depth.critical):
+            pair = slice(layer * n, layer * n + n)
+            high, *low = first[pair]
+            ratio = low[0].unit_bytes / high.unit_bytes if low else 0.0
+            high_value, low_value = (t + (k - t) * ratio) / k, (k - t) / k
+            values = high_value, 0.0 if high_value >= low_value else low_value
+            for each, floor, value in zip(first[pair], counts[pair], values, strict=False):
+                full = shape.n_expert if value > 0 else floor
+                second.append(Share(each.unit_bytes, floor, full, value))
+        counts = divide(second, budget_bytes)
+        room = [counts[at : at + n] for at in range(0, len(counts), n)]
+        by_gates = settings.lower_which == GATES
+        # Exact decisions do not depend on what is in memory.
+        ahead = settings.prefetch != OFF and not (rules.exact and by_gates)
+        wants = replace(
+            cls.about.wants,
+            n_ahead=(settings.n_ahead or 0) if ahead else 0,
+            importance=not one_precision,
+            by_residency=not by_gates and not one_precision,
+        )
+        slots = layer_groups(shape, room)
+        return DyMoEPlacement(cls, shape, settings, rules, slots, wants, room, depth)
 
     def _set_up(self) -> None:
-        """Raises PolicyError as _settings_changed does."""
-        self.settings = self.settings.with_usual()
-        self._one_precision = len(self.shape.tiers) < 2 and not self.rules.skip
         self._low = SKIP if self.rules.skip or len(self.shape.tiers) < 2 else 1
-        by_gates = self.settings.lower_which == GATES
-        # Exact decisions do not depend on what is in memory.
-        ahead = self.settings.prefetch != OFF and not (self.rules.exact and by_gates)
-        self.wants = replace(
-            self.wants,
-            n_ahead=(self.settings.n_ahead or 0) if ahead else 0,
-            importance=not self._one_precision,
-            by_residency=not by_gates and not self._one_precision,
-        )
         self._ahead = Prefetching(
             self.settings.prefetch if self.wants.n_ahead else OFF, self.shape.n_layers
         )
@@ -211,29 +320,17 @@ class DyMoE(Policy):
             self.settings.heavy_hitters,
             self.settings.prompts_pass,
             self._high,
-            [(0, 0)] * self.shape.n_layers,
+            self.placement.room,
         )
-        self._settings_changed()
-
-    def _settings_changed(self) -> None:
-        """Solves the depth schedule for the share of critical experts.
-
-        Raises PolicyError where experts would need a second tier and there is none."""
-        asked, shape = self.settings.retention, self.shape
-        usual = 1.0 if self._one_precision else _USUAL_RETENTION
-        retention = usual if asked is None else asked
-        if self._one_precision and retention < 1.0:
-            raise TiersError(
-                "the policy dymoe needs a second precision",
-                "give --low FILE, a file packed with several tiers, or --low-tier skip",
-            )
-        k = shape.n_expert_used
-        schedule = self.settings.schedule
-        self.critical = solve(retention, shape.n_layers, k, schedule)
-        self._least_share = realised(solve(0.0, shape.n_layers, k, schedule), k)
         self._prefill_counts: dict[int, list[int]] = {}
-        self.retention = retention
-        self.realised = realised(self.critical, k)
+        self.critical = self.placement.depth.critical
+
+    def update_settings(self, settings: Any) -> None:
+        """Solve the depth schedule for another share of critical experts."""
+        depth = Depth.of(self.shape, settings, self.rules)
+        super().update_settings(settings)
+        self.placement = replace(self.placement, depth=depth)
+        self.critical, self._prefill_counts = depth.critical, {}
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
         """t_l = ceil(r(l) * M) of a prompt in a step, M being the experts that any of its tokens
@@ -242,44 +339,9 @@ class DyMoE(Policy):
         counts = self._prefill_counts.get(n_used)
         if counts is None:
             shape, schedule = self.shape, self.settings.schedule
-            counts = solve(self.retention, shape.n_layers, n_used, schedule)
+            counts = solve(self.placement.depth.retention, shape.n_layers, n_used, schedule)
             self._prefill_counts[n_used] = counts
         return counts[layer]
-
-    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
-        """Critical experts high, the others low or skipped."""
-        mix = (self.realised, 1.0 - self.realised)[: len(self.shape.tiers)]
-        return np.broadcast_to(mix, (*uses.shape, len(mix)))
-
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """One group per (layer, kind, tier). First the working set of one token in every
-        layer, t_l high and k - t_l low experts, so that decoding needs no second pass; then
-        the rest by expected use per byte. Raises BudgetError.
-
-        A high slot answers high and low requests, (t + (k-t) * low/high bytes) / k of a
-        layer's demand per byte; a low slot only the low ones, (k-t) / k. The high ones win
-        unless a layer is almost wholly sub-critical.
-        """
-        shape, k, n = self.shape, self.shape.n_expert_used, min(2, len(self.shape.tiers))
-        first = [
-            Share(shape.expert_slot_bytes(layer, tier), 1, units, units)
-            for layer, t in enumerate(self.critical)
-            for tier, units in enumerate((t, max(1, k - t))[:n])
-        ]
-        counts = divide(first, budget_bytes)
-        second: list[Share] = []
-        for layer, t in enumerate(self.critical):
-            pair = slice(layer * n, layer * n + n)
-            high, *low = first[pair]
-            ratio = low[0].unit_bytes / high.unit_bytes if low else 0.0
-            high_value, low_value = (t + (k - t) * ratio) / k, (k - t) / k
-            values = high_value, 0.0 if high_value >= low_value else low_value
-            for each, floor, value in zip(first[pair], counts[pair], values, strict=False):
-                full = shape.n_expert if value > 0 else floor
-                second.append(Share(each.unit_bytes, floor, full, value))
-        counts = divide(second, budget_bytes)
-        self._prompts.room = [counts[at : at + n] for at in range(0, len(counts), n)]
-        return layer_groups(shape, self._prompts.room)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase == _DECODE or event.n_tokens == 1:
@@ -334,7 +396,7 @@ class DyMoE(Policy):
             high[missing[: max(0, len(missing) - most)]] = True
         return high
 
-    def step_done(self, report: StepReport) -> tuple[()]:
+    def on_step(self, report: StepReport) -> tuple[()]:
         self._ahead.step_done(report)
         return ()
 
@@ -343,19 +405,4 @@ class DyMoE(Policy):
         return self._ahead.report()
 
     def describe(self) -> str:
-        high = self.shape.tiers[0]
-        if self._one_precision:
-            text = f"dymoe {high}, one precision"
-        else:
-            low = "skip" if self._low == SKIP else self.shape.tiers[1]
-            share = f"r={self.retention:g} (realised {self.realised:.3f}{self._no_less()})"
-            text = f"dymoe {high}/{low} {share}"
-        return text + self._ahead.note
-
-    def _no_less(self) -> str:
-        """What to say of a share that the schedule cannot reach."""
-        if self.retention >= self._least_share:
-            return ""
-        schedule = self.settings.schedule
-        other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
-        return f": the schedule {schedule} reaches no less{other}"
+        return self.placement.text + self._ahead.note

@@ -24,14 +24,23 @@ from orchestrator.allocation.settings import Shared
 from orchestrator.allocation.slots import (
     FileTier,
     ModelShape,
+    Rules,
     Share,
     SlotPlan,
     Transition,
     divide,
 )
 from orchestrator.events import ABSENT, DecisionBuffer, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import EVERY_STEP, Precisions, TierOffer, Wants
-from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
+from orchestrator.policy.base import (
+    EVERY_STEP,
+    About,
+    History,
+    Placement,
+    Precisions,
+    TierOffer,
+    Wants,
+)
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
@@ -111,7 +120,7 @@ def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
     """Slots for some copies of each layer: (plan, experts high in every layer, low copies of each
-    layer). Raises BudgetError.
+    layer). Where the budget is too small these are the fewest.
 
     Of what low copies of one token's experts leave, CACHED_HIGH is for high copies, for most_high
     experts at most. Where it is too little for one of them in every layer, there are only those
@@ -179,6 +188,62 @@ def _fit(offer: TierOffer, high: FileTier, low: FileTier) -> bool:
     return resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
 
 
+def hottest_first(scores: np.ndarray) -> np.ndarray:
+    """The experts of each layer, [n_layers, n_expert]; of equals the first one first."""
+    return np.argsort(-scores, axis=1, kind="stable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynaExqPlacement(Placement):
+    """pools: of all experts; None where low copies of all do not fit, so that they are cached.
+    capacity: n_l; cached: low slots of each layer while caching, int [n_layers] each. hotness: how
+    much each expert is used, by earlier runs."""
+
+    pools: TierPools | None
+    capacity: np.ndarray
+    cached: np.ndarray
+    hotness: np.ndarray | None
+
+    @property
+    def caching(self) -> bool:
+        return self.pools is None
+
+    def fractions(self, uses: np.ndarray) -> np.ndarray:
+        """The hot set high, the others low: a token uses the hot ones more than their number
+        says."""
+        rank = np.argsort(hottest_first(uses), axis=1, kind="stable")
+        hot = rank < self.capacity[:, None]
+        return np.stack([hot, ~hot], axis=2).astype(np.float64)
+
+    def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
+        """Each expert in one version, the n_l hottest high (the first ones without a hotness);
+        while caching, as many low copies as fit."""
+        known = self.hotness if hotness is None else hotness
+        if known is None:
+            known = np.zeros((self.shape.n_layers, self.shape.n_expert))
+        order = hottest_first(known)
+        wanted: list[Transition] = []
+        for layer, n in enumerate(self.capacity.tolist()):
+            end = n + int(self.cached[layer]) if self.caching else self.shape.n_expert
+            wanted += [(layer, expert, HIGH) for expert in order[layer, :n].tolist()]
+            wanted += [(layer, expert, LOW) for expert in order[layer, n:end].tolist()]
+        return wanted
+
+    @property
+    def text(self) -> str:
+        high, low = self.shape.tiers[:2]
+        of = f"of {self.shape.n_expert} experts a layer"
+        if not self.caching:
+            return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
+        least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
+        needed = format_size(least)
+        why = f"low copies of all do not fit, they take {needed}"
+        if not self.capacity.any():
+            return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
+        n_high, n_low = as_range(self.capacity), as_range(self.cached)
+        return f"dynaexq {high}/{low}, caching {n_high} high and {n_low} low {of}: {why}"
+
+
 class DynaExq(Learning):
     """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
 
@@ -194,75 +259,84 @@ class DynaExq(Learning):
     for high copies of the hot set even then, which are loaded when a token asks for them.
     """
 
-    name = "dynaexq"
-    summary = (
-        "Every expert is in memory, in one of two precisions: high the ones that are used most, as "
-        "many as the budget has room for, and low the others. They are exchanged in the "
-        "background, and no token waits for it."
+    about = About(
+        name="dynaexq",
+        summary=(
+            "Every expert is in memory, in one of two precisions: high the ones that are used "
+            "most, as many as the budget has room for, and low the others. They are exchanged in "
+            "the background, and no token waits for it."
+        ),
+        Settings=DynaExqSettings,
+        reason="fills the budget with high copies",
+        precisions=_TwoTiers(least=2, most=2, keeps="two precisions"),
+        wants=Wants(EVERY_STEP, default_tier=LOW, all_resident=True),
     )
-    Settings = DynaExqSettings
-    reason = "fills the budget with high copies"
-    precisions = _TwoTiers(least=2, most=2, keeps="two precisions")
-    wants = Wants(EVERY_STEP, default_tier=LOW, all_resident=True)
     settings: DynaExqSettings
+    placement: DynaExqPlacement
+
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> DynaExqPlacement:
+        """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
+        where that does not fit, slots for some copies of each layer."""
+        resident = resident_plan(shape, budget_bytes, settings.hot_experts)
+        if resident is not None:
+            pools, n_high = resident
+            slots, capacity, cached = pools.plan(), np.array(n_high), np.zeros(shape.n_layers, int)
+        else:
+            pools = None
+            slots, every, n_low = cache_plan(shape, budget_bytes, settings.hot_experts)
+            capacity, cached = np.full(shape.n_layers, every), np.array(n_low)
+        # The store needs no answer where all experts are in memory, or where only low copies are.
+        asked = resident is None and capacity.any()
+        wants = replace(
+            wants_to_learn(cls.about.wants, settings),
+            asked_in=EVERY_STEP if asked else (),
+            all_resident=resident is not None,
+        )
+        return DynaExqPlacement(
+            *(cls, shape, settings, rules, slots, wants),
+            pools=pools,
+            capacity=capacity,
+            cached=cached,
+            hotness=history.hotness(),
+        )
 
     def _set_up(self) -> None:
         super()._set_up()
-        shape = self.shape
-        self._pools: TierPools | None = None
-        self.capacity = np.zeros(shape.n_layers, np.int64)  # n_l
-        self.caching = False
-        self.cached = np.zeros(shape.n_layers, np.int64)  # low slots, while caching
-        self._hot: np.ndarray = np.zeros((shape.n_layers, shape.n_expert), bool)  # while caching
+        self._pools, self.capacity = self.placement.pools, self.placement.capacity
+        self.caching, self.cached = self.placement.caching, self.placement.cached
+        # The hot set while caching.
+        self._hot: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), bool)
         self._queue: list[Swap] = []
         self._active: list[Swap] = []
         self._done = {"promotions": 0, "demotions": 0, "given_up": 0}
 
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
-        where that does not fit, slots for some copies of each layer. Raises BudgetError."""
-        most_high = self.settings.hot_experts
-        resident = resident_plan(self.shape, budget_bytes, most_high)
-        self.caching = resident is None
-        if resident is not None:
-            self._pools, capacity = resident
-            slots, self.capacity = self._pools.plan(), np.array(capacity)
-        else:
-            slots, n_high, n_low = cache_plan(self.shape, budget_bytes, most_high)
-            self._pools = None
-            self.capacity, self.cached = np.full(self.shape.n_layers, n_high), np.array(n_low)
-        # The store needs no answer where all experts are in memory, or where only low copies are.
-        asked = self.caching and self.capacity.any()
-        self.wants = replace(
-            self.wants, asked_in=EVERY_STEP if asked else (), all_resident=not self.caching
-        )
-        return slots
-
-    def asked_mix(self, uses: np.ndarray) -> np.ndarray:
-        """The hot set high, the others low: a token uses the hot ones more than their number
-        says."""
-        rank = np.argsort(np.argsort(-uses, axis=1, kind="stable"), axis=1)
-        hot = rank < self.capacity[:, None]
-        return np.stack([hot, ~hot], axis=2).astype(np.float64)
-
-    def start(self) -> list[Transition]:
-        """What to load before the first token: each expert in one version, the n_l hottest high
-        (the first ones without a hotness); while caching, as many low copies as fit."""
-        order = np.argsort(-self._scores, axis=1, kind="stable")
-        wanted = []
+    def warm(
+        self, resident: np.ndarray | None = None, target: np.ndarray | None = None
+    ) -> Sequence[Transition]:
+        order = hottest_first(self._scores)
         for layer, n in enumerate(self.capacity.tolist()):
-            end = n + int(self.cached[layer]) if self.caching else self.shape.n_expert
             self._hot[layer, order[layer, :n]] = True
-            wanted += [(layer, expert, HIGH) for expert in order[layer, :n].tolist()]
-            wanted += [(layer, expert, LOW) for expert in order[layer, n:end].tolist()]
-        return wanted
+        return self.placement.first(self._scores)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         """While caching: the hot set high, the others low."""
         out.tier_array[:] = np.where(self._hot[event.layer], HIGH, LOW)
 
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """Learns from the step's counts; returns the transitions to start now."""
+    def on_step(self, report: StepReport) -> Sequence[Transition]:
+        """Learn from the step's counts; return the transitions to start now."""
+        moves = self._learn(report)
+        self._choose_reports()
+        return moves
+
+    def _learn(self, report: StepReport) -> Sequence[Transition]:
         if report.counts is None or report.resident is None or report.target is None:
             self._count(report)
             return ()
@@ -381,16 +455,3 @@ class DynaExq(Learning):
             **self._done,
             "waiting": waiting,
         }
-
-    def describe(self) -> str:
-        high, low = self.shape.tiers[:2]
-        of = f"of {self.shape.n_expert} experts a layer"
-        if not self.caching:
-            return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
-        least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
-        needed = format_size(least)
-        why = f"low copies of all do not fit, they take {needed}"
-        if not self.capacity.any():
-            return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
-        n_high, n_low = as_range(self.capacity), as_range(self.cached)
-        return f"dynaexq {high}/{low}, caching {n_high} high and {n_low} low {of}: {why}"

@@ -31,10 +31,19 @@ import numpy as np
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.slots import SlotPlan
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
-from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, Tunes, Wants
+from orchestrator.policy.base import (
+    EVERY_STEP,
+    About,
+    History,
+    Learned,
+    Placement,
+    Policy,
+    Precisions,
+    Wants,
+)
 from orchestrator.settings import setting
 
 # How the votes of layers come to one set, and how K and P are found.
@@ -460,7 +469,38 @@ _SAME_SLOTS = 0.1
 _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
 
 
-class FIRM(Policy, Tunes):
+@dataclass(frozen=True)
+class FIRMPlacement(Placement):
+    """room: of each layer, its slots in each tier."""
+
+    room: Sequence[Sequence[int]]
+
+    @property
+    def n_slots(self) -> int:
+        """Slots for whole experts, in all layers."""
+        return sum(sum(each) for each in self.room)
+
+    @property
+    def text(self) -> str:
+        """With the votes that it begins with."""
+        n_ahead = self.wants.n_ahead
+        if not n_ahead:
+            return f"firm {self.shape.tiers[0]}, one precision"
+        asked = self.settings
+        begins = [(self.shape.n_expert_used, depth_of(asked.agree, n_ahead))] * len(GROUPS)
+        chosen = begins if asked.votes is None else read_votes(asked.votes)
+        groups = sorted(set(group_of(self.shape.n_layers)[1:]))
+        return self.voting(chosen[group] for group in groups)
+
+    def voting(self, votes: Iterable[Votes]) -> str:
+        """The phrase with the votes of the groups of layers."""
+        pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
+        asked = self.settings
+        text = f"firm {self.shape.tiers[0]}, one precision, n={asked.prefetch_kinds}"
+        return f"{text}, {asked.agree} {pairs}"
+
+
+class FIRM(Policy):
     """One precision, in slots per layer. While decoding, what the layers before predict decides
     which experts are expected in the next one (eq. 4 to 6), and the first matrices of those are
     loaded ahead: all gates, then all ups. How many candidates and layers vote is tuned for shallow,
@@ -474,54 +514,68 @@ class FIRM(Policy, Tunes):
     tuner: what finds K and P.
     """
 
-    name = "firm"
-    summary = (
-        "One precision, lossless. The experts that a layer predicts for the next one are loaded "
-        "ahead, and how many of them is tuned while it runs. The paper's form, gates alone and a "
-        "vote of several layers, is an option."
+    about = About(
+        name="firm",
+        summary=(
+            "One precision, lossless. The experts that a layer predicts for the next one are "
+            "loaded ahead, and how many of them is tuned while it runs. The paper's form, gates "
+            "alone and a vote of several layers, is an option."
+        ),
+        Settings=FIRMSettings,
+        reason="runs one precision",
+        precisions=Precisions(most=1),
+        wants=Wants(EVERY_STEP),
     )
-    Settings = FIRMSettings
-    reason = "runs one precision"
-    precisions = Precisions(most=1)
-    wants = Wants(EVERY_STEP)
     settings: FIRMSettings
+    placement: FIRMPlacement
 
-    def _set_up(self) -> None:
-        """Raises PolicyError for more candidates than the model's routers choose."""
-        shape = self.shape
-        self.settings = self.settings.with_usual()
-        most = max(k for k, _ in read_votes(self.settings.votes or "1,1"))
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> FIRMPlacement:
+        """One group per (layer, kind), as many slots in each layer. Raises PolicyError for more
+        candidates than the model's routers choose."""
+        settings = settings.with_usual()
+        most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
             raise PolicyError(
-                f"the votes '{self.settings.votes}' have {most} candidates, and this model's "
+                f"the votes '{settings.votes}' have {most} candidates, and this model's "
                 f"routers choose {shape.n_expert_used} experts: K is 1 to {shape.n_expert_used}"
             )
+        counts = even_slots(shape, budget_bytes)
+        tuned = history.tuned(cls.name)
+        if tuned is not None:
+            settings = recalled(settings, tuned, sum(counts), shape, rules)
+        wants = replace(cls.about.wants, n_ahead=look_ahead(settings, rules), learns=True)
+        room = [[n] for n in counts]
+        slots = layer_groups(shape, room)
+        return FIRMPlacement(cls, shape, settings, rules, slots, wants, room)
+
+    def _set_up(self) -> None:
+        shape, asked = self.shape, self.settings
         # The matrices that are loaded ahead in each layer, as bits, in this order.
         self._kinds = [
-            [1 << kind for kind in COMPUTE_ORDER if kind in slots][: self.settings.prefetch_kinds]
+            [1 << kind for kind in COMPUTE_ORDER if kind in slots][: asked.prefetch_kinds]
             for slots, *_ in shape.slots
         ]
-        self._prompts = Prompts(self.rules)
-        self._slots = 0
+        self._prompts = Prompts(self.rules, room=self.placement.room)
         self._step = -1
         self._counts = True  # whether this token is counted
         self._ballots: list[list[list[list[int]]]] = []  # [layer][nearest first][token][k]
         # The next layer, the experts expected in it, and what is missing of each predicted expert.
         self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
         self._every: list[list[int]] = []
-        self._make_tuner()
-
-    def _make_tuner(self) -> None:
-        asked = self.settings
-        # Where what is computed must not depend on what is in memory, nothing is loaded ahead.
-        ahead = asked.prefetch != OFF and not self.rules.exact
-        self.wants = replace(self.wants, n_ahead=(asked.n_ahead or 0) if ahead else 0)
-        n_ahead, n_layers = self.wants.n_ahead, self.shape.n_layers
+        n_ahead, n_layers = self.wants.n_ahead, shape.n_layers
         self._ahead = Prefetching(asked.prefetch if n_ahead else OFF, n_layers)
         self.tuner = Tuner(
             asked.way,
             group_of(n_layers),
-            (self.shape.n_expert_used, depth_of(asked.agree, n_ahead)),
+            (shape.n_expert_used, depth_of(asked.agree, n_ahead)),
             Weights(asked.waste_weight, asked.miss_weight, max(map(len, self._kinds))),
             asked.tune_steps,
             asked.tune_patience,
@@ -530,49 +584,13 @@ class FIRM(Policy, Tunes):
         if asked.votes is not None:
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
-    @property
-    def fresh(self) -> bool:
-        return self.tuner.tokens == 0
-
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """One group per (layer, kind), as many slots in each layer. Raises BudgetError."""
-        counts = even_slots(self.shape, budget_bytes)
-        self._slots = sum(counts)
-        self._prompts.room = [[n] for n in counts]
-        return layer_groups(self.shape, self._prompts.room)
-
-    @property
-    def tuned(self) -> Mapping[str, Any] | None:
+    def learned(self) -> Learned:
         """What this run tuned, once it is fixed: votes, and what they were tuned for."""
-        if not self.tuner.tuned or not self.wants.n_ahead or self.settings.way == OFF or self.fresh:
-            return None
-        votes = "/".join(f"{k},{p}" for k, p in self.tuner.chosen)
-        return {"votes": votes, "slots": self._slots} | self._tuned_for()
-
-    def _tuned_for(self) -> dict[str, Any]:
-        asked = self.settings
-        return {name: getattr(asked, name) for name in _TUNED_FOR} | {"tune": asked.way}
-
-    def recall(self, tuned: Mapping[str, Any]) -> None:
-        """Runs with what an earlier run tuned, and with no more look-ahead than that needs. Only
-        where this one would tune for the same: with as many layers, matrices and weights of the
-        loss, and about as many slots."""
-        asked, votes, slots = self.settings, tuned.get("votes"), tuned.get("slots")
-        if not self.wants.n_ahead or asked.way == OFF or not isinstance(votes, str):
-            return
-        if not isinstance(slots, int) or abs(slots - self._slots) > _SAME_SLOTS * self._slots:
-            return
-        if any(tuned.get(name) != value for name, value in self._tuned_for().items()):
-            return
-        try:
-            recalled = replace(asked, votes=votes, n_ahead=None, tune=None).with_usual()
-        except SettingError:
-            return
-        candidates = max(k for k, _ in read_votes(votes))
-        too_deep = (recalled.n_ahead or 0) > self.wants.n_ahead
-        if candidates <= self.shape.n_expert_used and not too_deep:
-            self.settings = recalled
-            self._make_tuner()
+        asked, tuner = self.settings, self.tuner
+        if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
+            return Learned()
+        votes = "/".join(f"{k},{p}" for k, p in tuner.chosen)
+        return Learned(tuned={"votes": votes, "slots": self.placement.n_slots} | tuned_for(asked))
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase != _DECODE and event.n_tokens > 1:
@@ -645,7 +663,7 @@ class FIRM(Policy, Tunes):
         if every:
             self.tuner.count(layer, every, used, absent)
 
-    def step_done(self, report: StepReport) -> tuple[()]:
+    def on_step(self, report: StepReport) -> tuple[()]:
         """The tuning and the monitor learn from decode steps of one token."""
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
@@ -665,9 +683,44 @@ class FIRM(Policy, Tunes):
         }
 
     def describe(self) -> str:
-        asked, text = self.settings, f"firm {self.shape.tiers[0]}, one precision"
         if not self.wants.n_ahead:
-            return text
-        pairs = dict.fromkeys(self.tuner.by_group().values())
-        votes = " ".join(f"{k},{p}" for k, p in pairs)
-        return f"{text}, n={asked.prefetch_kinds}, {asked.agree} {votes}{self._ahead.note}"
+            return self.placement.text
+        return self.placement.voting(self.tuner.by_group().values()) + self._ahead.note
+
+
+def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
+    """How many layers ahead the routers are asked: none where what is computed must not depend on
+    what is in memory."""
+    return (settings.n_ahead or 0) if settings.prefetch != OFF and not rules.exact else 0
+
+
+def tuned_for(settings: FIRMSettings) -> dict[str, Any]:
+    """The settings for which votes are tuned."""
+    return {name: getattr(settings, name) for name in _TUNED_FOR} | {"tune": settings.way}
+
+
+def recalled(
+    settings: FIRMSettings,
+    tuned: Mapping[str, Any],
+    n_slots: int,
+    shape: ModelShape,
+    rules: Rules,
+) -> FIRMSettings:
+    """The settings with the votes that an earlier run tuned, and with no more look-ahead than these
+    need. Only where this run would tune for the same: with as many layers, matrices and weights of
+    the loss, and about as many slots. Else the settings as they are."""
+    votes, slots = tuned.get("votes"), tuned.get("slots")
+    n_ahead = look_ahead(settings, rules)
+    if not n_ahead or settings.way == OFF or not isinstance(votes, str):
+        return settings
+    if not isinstance(slots, int) or abs(slots - n_slots) > _SAME_SLOTS * n_slots:
+        return settings
+    if any(tuned.get(name) != value for name, value in tuned_for(settings).items()):
+        return settings
+    try:
+        found = replace(settings, votes=votes, n_ahead=None, tune=None).with_usual()
+    except SettingError:
+        return settings
+    candidates = max(k for k, _ in read_votes(votes))
+    too_deep = (found.n_ahead or 0) > n_ahead
+    return settings if candidates > shape.n_expert_used or too_deep else found

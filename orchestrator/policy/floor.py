@@ -15,7 +15,7 @@ from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
 from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
 from orchestrator.allocation.settings import USUAL_RATE, Background, Shared
-from orchestrator.allocation.slots import ModelShape, SlotPlan
+from orchestrator.allocation.slots import ModelShape, Rules
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     ABSENT,
@@ -26,7 +26,15 @@ from orchestrator.events import (
     StepReport,
     StoreView,
 )
-from orchestrator.policy.base import EVERY_STEP, Policy, Precisions, SpendsLoss, Wants
+from orchestrator.policy.base import (
+    EVERY_STEP,
+    About,
+    History,
+    Placement,
+    Policy,
+    Precisions,
+    Wants,
+)
 from orchestrator.settings import PRECISION, again, setting
 
 # One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
@@ -60,10 +68,6 @@ class LayerCosts:
     high_bytes: int
     low_bytes: int
     present_bytes: float
-
-    def __deepcopy__(self, _memo: object) -> LayerCosts:
-        """Nothing of it changes; and a view of memory cannot be copied."""
-        return self
 
     @property
     def dearest(self) -> float:
@@ -266,7 +270,32 @@ class FloorSettings(LookAhead):
     losses: Path | None = again(Shared, "losses")
 
 
-class Floor(Policy, SpendsLoss):
+@dataclass(frozen=True, kw_only=True)
+class FloorPlacement(Placement):
+    """room: of each layer, its slots in each tier. estimate: what lower tiers cost; None where that
+    is not known. share: of max_loss, what is spent now."""
+
+    room: Sequence[Sequence[int]]
+    estimate: KlEstimate | None
+    share: float = 1.0
+
+    @property
+    def allowed(self) -> float:
+        """What a token may lose, in nats."""
+        allowed: float = self.share * self.settings.max_loss
+        return allowed
+
+    @property
+    def spends(self) -> float:
+        return self.allowed
+
+    @property
+    def text(self) -> str:
+        tiers = "/".join((*self.shape.tiers, "skip"))
+        return f"floor {tiers} within an estimated loss of {self.allowed:g} nats a token"
+
+
+class Floor(Policy):
     """An answer's experts that are in memory high are used high. Of those that are missing, some
     are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
     lasts beyond all of these is spent on experts in memory, whose computing it saves.
@@ -284,62 +313,97 @@ class Floor(Policy, SpendsLoss):
     by what is left to spend. Prompts are lossless.
     """
 
-    name = "floor"
-    summary = (
-        "The user says what an answer may lose, and experts that are missing are skipped or "
-        "computed low where that saves most reading. What is in memory is skipped last."
+    about = About(
+        name="floor",
+        summary=(
+            "The user says what an answer may lose, and experts that are missing are skipped or "
+            "computed low where that saves most reading. What is in memory is skipped last."
+        ),
+        Settings=FloorSettings,
+        reason="decides by the loss that is allowed",
+        precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
+        wants=Wants(EVERY_STEP, by_residency=True),
     )
-    Settings = FloorSettings
-    reason = "decides by the loss that is allowed"
-    precisions = Precisions(most=2, skips=True, lossless={"max_loss": 0.0})
-    wants = Wants(EVERY_STEP, by_residency=True)
     settings: FloorSettings
+    placement: FloorPlacement
+
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> FloorPlacement:
+        """One group per (layer, kind, tier), as many slots in each layer. Low copies have their
+        share of the budget, as far as one high copy a layer fits beside them."""
+        settings = settings.with_usual()
+        low_bytes, low_counts = 0, [0] * shape.n_layers
+        if len(shape.tiers) > 1:
+            sizes = [shape.expert_slot_bytes(layer, 1) for layer in range(shape.n_layers)]
+            high = sum(shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers))
+            most = min(settings.low_share * budget_bytes, budget_bytes - high)
+            low_counts = [max(1, min(shape.n_expert, int(most / sum(sizes))))] * shape.n_layers
+            low_bytes = sum(n * size for n, size in zip(low_counts, sizes, strict=True))
+        counts = even_slots(shape, budget_bytes - low_bytes)
+        pairs = zip(counts, low_counts, strict=True)
+        room = [pair[: len(shape.tiers)] for pair in pairs]
+        asked = settings.transition_rate
+        wants = replace(
+            cls.about.wants,
+            n_ahead=(settings.n_ahead or 0) if settings.prefetch != OFF else 0,
+            transition_rate=USUAL_RATE if asked is None else asked,
+            learns=True,
+        )
+        return FloorPlacement(
+            *(cls, shape, settings, rules, layer_groups(shape, room), wants),
+            room=room,
+            estimate=history.estimate(shape.tiers),
+        )
 
     def _set_up(self) -> None:
-        shape = self.shape
-        self.settings = self.settings.with_usual()
-        self._dearest, self._share = math.inf, 1.0
+        shape, asked = self.shape, self.settings
+        self._dearest = math.inf
         self._costs: list[LayerCosts] = []
         self._high_bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         self._accounts: dict[int, Account] = {}
-        self._prompts = Prompts(self.rules)
-        ahead = (self.settings.n_ahead or 0) if self.settings.prefetch != OFF else 0
-        asked = self.settings.transition_rate
-        rate = USUAL_RATE if asked is None else asked
-        self.wants = replace(self.wants, n_ahead=ahead, transition_rate=rate)
-        self._ahead = Prefetching(self.settings.prefetch if ahead else OFF, shape.n_layers)
+        self._prompts = Prompts(self.rules, room=self.placement.room)
+        self._ahead = Prefetching(asked.prefetch if self.wants.n_ahead else OFF, shape.n_layers)
         self._running: list[Account] = []
         self._asks_ahead = False
-        self._behind = ReadBehind(shape, rate)
+        self._behind = ReadBehind(shape, self.wants.transition_rate)
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
-        self._keep_top = self.settings.keep_top
+        self._keep_top = asked.keep_top
         # Experts in memory are looked at from this price on.
         self._present_price = math.inf
-        self._reads_behind = self.settings.read_behind
-        self._settings_changed()
-
-    @property
-    def fresh(self) -> bool:
-        return self._tokens == 0
+        self._reads_behind = asked.read_behind
+        estimate = self.placement.estimate
+        if estimate is not None:
+            self._costs = layer_costs(shape, estimate, asked.skip_present)
+            self._dearest = max(each.dearest for each in self._costs)
+            if asked.skip_present:
+                least = min(each.least_present for each in self._costs)
+                self._present_price = _LEAST_SQUARE * least
+        self._divide_by_depth()
 
     @property
     def allowed(self) -> float:
-        return self._share * self.settings.max_loss
+        """What a token may lose now, in nats: the setting max_loss, or half of it."""
+        return self.placement.allowed
 
-    def halve(self, on: bool) -> None:
-        share = 0.5 if on else 1.0
-        if share != self._share:
-            self._share = share
-            self._settings_changed()
+    def update_settings(self, settings: Any) -> None:
+        super().update_settings(settings)
+        self._divide_by_depth()
 
-    def set_estimate(self, estimate: KlEstimate) -> None:
-        self._costs = layer_costs(self.shape, estimate, self.settings.skip_present)
-        self._dearest = max(each.dearest for each in self._costs)
-        if self.settings.skip_present:
-            self._present_price = _LEAST_SQUARE * min(each.least_present for each in self._costs)
+    def _spend_share(self, share: float) -> None:
+        """Spend this share of max_loss from now on."""
+        if share != self.placement.share:
+            self.placement = replace(self.placement, share=share)
+            self._divide_by_depth()
 
-    def _settings_changed(self) -> None:
+    def _divide_by_depth(self) -> None:
         """Divide the budget by depth, and begin with the price at which it would be spent if all
         ways to save had the same cost."""
         budget, shape = self.allowed, self.shape
@@ -352,20 +416,6 @@ class Floor(Policy, SpendsLoss):
         ]
         missing = shape.n_layers * shape.n_expert_used * _FIRST_MISSING
         self._price = budget / (missing * self._high_bytes[0])
-
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """One group per (layer, kind, tier), as many slots in each layer. Raises BudgetError."""
-        shape = self.shape
-        low_bytes, low_counts = 0, [0] * shape.n_layers
-        if len(shape.tiers) > 1:
-            sizes = [shape.expert_slot_bytes(layer, 1) for layer in range(shape.n_layers)]
-            wanted = self.settings.low_share * budget_bytes / sum(sizes)
-            low_counts = [max(1, min(shape.n_expert, int(wanted)))] * shape.n_layers
-            low_bytes = sum(n * size for n, size in zip(low_counts, sizes, strict=True))
-        counts = even_slots(shape, budget_bytes - low_bytes)
-        pairs = zip(counts, low_counts, strict=True)
-        self._prompts.room = [pair[: len(shape.tiers)] for pair in pairs]
-        return layer_groups(shape, self._prompts.room)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.phase != _DECODE:
@@ -505,9 +555,12 @@ class Floor(Policy, SpendsLoss):
                     left[token] -= cost
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
-    def step_done(self, report: StepReport) -> tuple[()]:
+    def on_step(self, report: StepReport) -> tuple[()]:
         """A decode step's tokens have lost what they lost: their sequences keep the rest, up to a
-        few tokens' budget, and the price follows."""
+        few tokens' budget, and the price follows. Half of the loss is spent from a step on whose
+        report says that the texts are unusual."""
+        if report.unusual is not None:
+            self._spend_share(0.5 if report.unusual else 1.0)
         for sequence in (*report.ends, *report.starts):
             self._accounts.pop(sequence, None)
         if report.phase != _DECODE:
@@ -547,6 +600,4 @@ class Floor(Policy, SpendsLoss):
         }
 
     def describe(self) -> str:
-        tiers = "/".join((*self.shape.tiers, "skip"))
-        text = f"floor {tiers} within an estimated loss of {self.allowed:g} nats a token"
-        return text + self._ahead.note
+        return self.placement.text + self._ahead.note

@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.allocation.settings import USUAL_RATE, Background
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Learns, Policy
+from orchestrator.policy.base import Learned, Policy, Wants
 from orchestrator.settings import setting
 
 # Exchanges that wait for a slot between two updates; each update makes the list anew.
@@ -43,7 +43,13 @@ class Intervals(Background):
     )
 
 
-class Learning(Policy, Learns):
+def wants_to_learn(wants: Wants, settings: Intervals) -> Wants:
+    """The same with what a policy requires that learns from intervals."""
+    rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
+    return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
+
+
+class Learning(Policy):
     """A policy that goes by S, a moving average over intervals of how much an expert is used.
 
     S <- a S + (1 - a) f (DynaExq, 3.5) at the end of each interval, with f the share of the
@@ -64,29 +70,26 @@ class Learning(Policy, Learns):
     settings: Intervals
 
     def _set_up(self) -> None:
-        asked = self.settings.transition_rate
-        rate = USUAL_RATE if asked is None else asked
-        self.wants = replace(self.wants, counts=True, states=True, transition_rate=rate)
+        self.updates = 0
         self._scores: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert))
         self._counts = np.zeros((self.shape.n_layers, self.shape.n_expert), np.int64)
         self._steps = self._tokens = 0
         self._us = 0.0
         self._at_rest = False
 
-    @property
-    def fresh(self) -> bool:
-        """Whether no step was reported yet."""
-        return self.updates == self._steps == 0
+    def recall(self, hotness: np.ndarray) -> None:
+        self._scores = np.array(hotness, np.float64).reshape(self._scores.shape)
 
-    @property
-    def hotness(self) -> np.ndarray:
-        scores: np.ndarray = self._scores.copy()
-        return scores
+    def learned(self) -> Learned:
+        return Learned(hotness=self._scores.copy())
 
-    def set_hotness(self, scores: np.ndarray) -> None:
-        self._scores = np.array(scores, np.float64).reshape(self._scores.shape)
+    def _choose_reports(self) -> None:
+        """Set in which steps the next report has to carry what this policy wants."""
+        told = tuple(phase for phase in Phase if self._wants_report(phase))
+        if told != self.wants.told_in:
+            self.wants = replace(self.wants, told_in=told)
 
-    def wants_report(self, phase: Phase) -> bool:
+    def _wants_report(self, phase: Phase) -> bool:
         """Not while every expert is where it should be, and the scores stay as they are."""
         return not self._at_rest or self._may_end_interval(phase)
 

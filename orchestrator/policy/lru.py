@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from orchestrator.allocation.slots import Share, SlotGroup, SlotPlan, divide
-from orchestrator.policy.base import Policy, Precisions, Wants
+from typing import Any
+
+from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
+from orchestrator.policy.base import About, History, Placement, Policy, Precisions, Wants
 
 
 class LRU(Policy):
     """Every routed expert in the best tier. One slot group per matrix kind and slot size,
     shared by all layers; the store's own order does the rest, so Python is not called."""
 
-    name = "lru"
-    summary = "The null baseline: one precision, load on demand, evict what was used longest ago."
-    reason = "runs one precision"
-    precisions = Precisions(most=1, lossless={})
-    # A prompt comes next, and needs nearly all experts: of single ones in every layer, its first
-    # layers would push out what the later ones were to find.
-    wants = Wants(whole_layers=True)
+    about = About(
+        name="lru",
+        summary=(
+            "The null baseline: one precision, load on demand, evict what was used longest ago."
+        ),
+        reason="runs one precision",
+        precisions=Precisions(most=1, lossless={}),
+        # A prompt comes next, and needs nearly all experts. With single experts in every layer, its
+        # first layers would evict what the later ones need.
+        wants=Wants(whole_layers=True),
+    )
 
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """The same share of the experts of every group. Raises BudgetError."""
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> Placement:
+        """The same share of the experts of every group."""
         layers_of: dict[tuple[int, int], list[int]] = {}
-        for layer, tiers in enumerate(self.shape.slots):
+        for layer, tiers in enumerate(shape.slots):
             for kind, size in tiers[0].items():
                 layers_of.setdefault((kind, size), []).append(layer)
-        full = [len(layers) * self.shape.n_expert for layers in layers_of.values()]
+        full = [len(layers) * shape.n_expert for layers in layers_of.values()]
         shares = [Share(size, 1, n, n) for (_, size), n in zip(layers_of, full, strict=True)]
         counts = divide(shares, budget_bytes)
         groups = tuple(
@@ -35,4 +49,5 @@ class LRU(Policy):
             for index, ((kind, _), layers) in enumerate(layers_of.items())
             for layer in layers
         }
-        return SlotPlan(groups, group_of)
+        slots = SlotPlan(groups, group_of)
+        return Placement(cls, shape, settings, rules, slots, cls.about.wants)

@@ -21,13 +21,19 @@ from orchestrator.allocation.pools import (
     nominal_losses,
     shares,
     slot_sizes,
-    too_little,
 )
 from orchestrator.allocation.settings import Shared
-from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan, Transition
+from orchestrator.allocation.slots import FileTier, ModelShape, Rules, Transition
 from orchestrator.events import ABSENT, Phase, StepReport
-from orchestrator.policy.base import Precisions, TierOffer, Wants, WeighsLosses
-from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning
+from orchestrator.policy.base import (
+    About,
+    History,
+    Placement,
+    Precisions,
+    TierOffer,
+    Wants,
+)
+from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
 from orchestrator.settings import again
 
 
@@ -134,7 +140,31 @@ class _AnyTiers(Precisions):
         return above
 
 
-class Mixed(Learning, WeighsLosses):
+@dataclass(frozen=True, kw_only=True)
+class MixedPlacement(Placement):
+    """tiers: of each expert, uint8 [n_layers, n_expert]; pools: their slots."""
+
+    pools: TierPools
+    tiers: np.ndarray
+
+    def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
+        """Every expert where the plan has it, whatever the hotness."""
+        return every_expert_to(self.tiers)
+
+    @property
+    def per_tier(self) -> list[int]:
+        """How many experts are in each tier. Exchanges do not change it."""
+        found: list[int] = np.bincount(self.tiers.ravel(), minlength=len(self.shape.tiers)).tolist()
+        return found
+
+    @property
+    def text(self) -> str:
+        counts = zip(self.per_tier, self.shape.tiers, strict=True)
+        parts = ", ".join(f"{n} in {name}" for n, name in counts if n)
+        return f"mixed, of {self.tiers.size} experts {parts}"
+
+
+class Mixed(Learning):
     """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
     over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
     fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
@@ -150,26 +180,57 @@ class Mixed(Learning, WeighsLosses):
     The lowest tier has slots in reserve, through which experts move, unless none ever will.
     """
 
-    name = "mixed"
-    summary = (
-        "Every expert is in memory, in the precision of the file that pays best for its bytes, by "
-        "how much it is used and what it loses. Experts exchange their precisions in the "
-        "background, and no token waits for it."
+    about = About(
+        name="mixed",
+        summary=(
+            "Every expert is in memory, in the precision of the file that pays best for its bytes, "
+            "by how much it is used and what it loses. Experts exchange their precisions in the "
+            "background, and no token waits for it."
+        ),
+        Settings=MixedSettings,
+        reason="fills the budget with the best precisions",
+        precisions=_AnyTiers(least=2, keeps="several precisions"),
+        wants=Wants(all_resident=True),
     )
-    Settings = MixedSettings
-    reason = "fills the budget with the best precisions"
-    precisions = _AnyTiers(least=2, keeps="several precisions")
-    wants = Wants(all_resident=True)
-    per_use = True
     settings: MixedSettings
+    placement: MixedPlacement
+
+    @classmethod
+    def place(
+        cls,
+        shape: ModelShape,
+        settings: Any,
+        rules: Rules,
+        budget_bytes: int,
+        history: History,
+    ) -> MixedPlacement:
+        """The allocation that the budget has room for, by what is known of use and losses."""
+        hotness, losses = history.hotness(), history.losses(shape.tiers, per_use=True)
+        scores = np.zeros((shape.n_layers, shape.n_expert)) if hotness is None else hotness
+        hull = Hull(weighted(shape, scores, losses), slot_sizes(shape))
+        tiers = hull.at(hull.least_bytes)
+        pools = pools_of(shape, settings, tiers)
+        spare, beyond = budget_bytes, budget_bytes if fits(pools, budget_bytes) else 0
+        while beyond > 0:  # slots in reserve and those of unused tiers come on top
+            tiers = hull.at(spare)
+            pools = pools_of(shape, settings, tiers)
+            beyond = pools.plan().total_bytes - budget_bytes
+            spare -= beyond
+        wants = replace(
+            wants_to_learn(cls.about.wants, settings), default_tier=len(shape.tiers) - 1
+        )
+        return MixedPlacement(
+            *(cls, shape, settings, rules, pools.plan(), wants),
+            losses=losses,
+            pools=pools,
+            tiers=tiers,
+        )
 
     def _set_up(self) -> None:
         super()._set_up()
-        self.wants = replace(self.wants, default_tier=len(self.shape.tiers) - 1)
-        self._weighted: tuple[Any, Any, np.ndarray] | None = None  # of which scores and losses
-        self._pools: TierPools | None = None
-        self._used: list[int] = []  # tiers that experts have
-        self._wanted: np.ndarray = np.zeros((self.shape.n_layers, self.shape.n_expert), np.uint8)
+        self._weighted: tuple[np.ndarray, np.ndarray] | None = None  # of which scores
+        self._pools, self._wanted = self.placement.pools, self.placement.tiers.copy()
+        self._used = sorted(set(self._wanted.ravel().tolist()))  # tiers that experts have
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
         # The states (resident, target) in which no expert found a slot: asking again is of no use.
@@ -178,59 +239,25 @@ class Mixed(Learning, WeighsLosses):
     @property
     def weighted(self) -> np.ndarray:
         """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
-        of, losses = self._weighted, self.losses
-        if of is None or of[0] is not self._scores or of[1] is not losses:
-            each = nominal(self.shape) if losses is None else losses
-            of = self._weighted = self._scores, losses, weights(self._scores)[..., None] * each
-        return of[2]
+        of = self._weighted
+        if of is None or of[0] is not self._scores:
+            found = weighted(self.shape, self._scores, self.placement.losses)
+            of = self._weighted = self._scores, found
+        return of[1]
 
-    def plan(self, budget_bytes: int) -> SlotPlan:
-        """The allocation that the budget has room for, by what is known of use and losses. Raises
-        BudgetError."""
-        sizes = slot_sizes(self.shape)
-        hull = Hull(self.weighted, sizes)
-        needed = self._pools_of(hull.at(hull.least_bytes)).plan().total_bytes
-        if needed > budget_bytes:
-            raise too_little(budget_bytes, needed)
-        spare = beyond = budget_bytes
-        while beyond > 0:  # slots in reserve and those of unused tiers come on top
-            tiers = hull.at(max(spare, hull.least_bytes))
-            pools = self._pools_of(tiers)
-            beyond = pools.plan().total_bytes - budget_bytes
-            spare -= beyond
-        self._pools, self._wanted = pools, tiers
-        self._used = sorted(set(tiers.ravel().tolist()))
-        return pools.plan()
-
-    def _pools_of(self, tiers: np.ndarray) -> TierPools:
-        """Slots for an allocation. A tier without experts shares those of the next better one that
-        has some, where slots can be shared."""
-        places: list[Places] = []
-        last = len(self.shape.tiers) - 1
-        settings = self.settings
-        moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
-        for tier in range(last + 1):
-            n = (tiers == tier).sum(axis=1).tolist()
-            if not any(n) and self.shape.shares_slots and places and any(places[-1].n_experts):
-                before = places.pop()
-                held, reserve = (*before.tiers, tier), moves and tier == last
-                places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))
-            else:
-                places.append(Places((tier,), n, moves and tier == last, _EXPERTS_PER_MOVE))
-        return TierPools(self.shape, places)
-
-    def start(self) -> list[Transition]:
-        """Every expert where the plan has it."""
-        return every_expert_to(self._wanted)
-
-    def wants_report(self, phase: Phase) -> bool:
-        """As every policy that learns, but that fast tokens do not each look after what is under
+    def _wants_report(self, phase: Phase) -> bool:
+        """As every policy that learns, except that fast tokens do not each look after what is under
         way."""
         looks = not self._at_rest and self._unseen_us >= LOOK_US
         return looks or self._may_end_interval(phase)
 
-    def step_done(self, report: StepReport) -> Sequence[Transition]:
-        """Counts the step, and returns the moves that have slots now."""
+    def on_step(self, report: StepReport) -> Sequence[Transition]:
+        """Count the step, and return the moves that have slots now."""
+        found = self._learn(report)
+        self._choose_reports()
+        return found
+
+    def _learn(self, report: StepReport) -> Sequence[Transition]:
         self._unseen_us += report.us
         if report.counts is None or report.resident is None or report.target is None:
             self._count(report)
@@ -243,7 +270,7 @@ class Mixed(Learning, WeighsLosses):
         there = bool((resident == self._wanted).all())
         self._at_rest = there and bool((target == resident).all())
         states = resident.tobytes(), target.tobytes()
-        if self._pools is None or there or states == self._no_moves:
+        if there or states == self._no_moves:
             return ()
         found = moves(self._pools, self._wanted, resident, target, self.weighted)
         self._moved += len(found)
@@ -253,8 +280,6 @@ class Mixed(Learning, WeighsLosses):
     def _exchange(self, free: np.ndarray) -> None:
         """What is wanted from now on. free bool [n_layers, n_expert]: experts that are where they
         should be."""
-        if self._pools is None:
-            return
         pool_of = np.full((self.shape.n_layers, len(self.shape.tiers)), -1)
         pool_of[:, self._used] = self._pools.pool_of[:, self._used]
         pairs = exchanges(self.weighted, self._wanted, pool_of, free, self.settings.hysteresis)
@@ -273,21 +298,38 @@ class Mixed(Learning, WeighsLosses):
             "updates": self.updates,
             "exchanges": self._exchanged,
             "moves": self._moved,
-            "experts": dict(zip(self.shape.tiers, self._per_tier, strict=True)),
+            "experts": dict(zip(self.shape.tiers, self.placement.per_tier, strict=True)),
             "loss": lost(losses, self._wanted) / least if least else 0.0,
         }
 
-    @property
-    def _per_tier(self) -> list[int]:
-        counted: list[int] = np.bincount(
-            self._wanted.ravel(), minlength=len(self.shape.tiers)
-        ).tolist()
-        return counted
 
-    def describe(self) -> str:
-        counts = zip(self._per_tier, self.shape.tiers, strict=True)
-        parts = ", ".join(f"{n} in {name}" for n, name in counts if n)
-        return f"mixed, of {self._wanted.size} experts {parts}"
+def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
+    """Slots for an allocation. A tier without experts shares those of the next better one that
+    has some, where slots can be shared."""
+    places: list[Places] = []
+    last = len(shape.tiers) - 1
+    moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
+    for tier in range(last + 1):
+        n = (tiers == tier).sum(axis=1).tolist()
+        if not any(n) and shape.shares_slots and places and any(places[-1].n_experts):
+            before = places.pop()
+            held, reserve = (*before.tiers, tier), moves and tier == last
+            places.append(Places(held, before.n_experts, reserve, _EXPERTS_PER_MOVE))
+        else:
+            places.append(Places((tier,), n, moves and tier == last, _EXPERTS_PER_MOVE))
+    return TierPools(shape, places)
+
+
+def fits(pools: TierPools, budget_bytes: int) -> bool:
+    """Whether the slots of these pools are within a budget."""
+    return pools.plan().total_bytes <= budget_bytes
+
+
+def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -> np.ndarray:
+    """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+    each = nominal(shape) if losses is None else losses
+    found: np.ndarray = weights(scores)[..., None] * each
+    return found
 
 
 def weights(scores: np.ndarray) -> np.ndarray:

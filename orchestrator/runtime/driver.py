@@ -5,8 +5,9 @@ router -> on_route: the policy decides -> the store acts -> experts compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from time import sleep
 from typing import Any
 
@@ -19,8 +20,8 @@ from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
-from orchestrator.policy import Policy
-from orchestrator.policy.base import KeepsSequences, Learns, SpendsLoss, Tunes, WaitsBeforeAnswer
+from orchestrator.policy import PLAIN, Policy
+from orchestrator.policy.base import Learned
 from orchestrator.runtime.idle import Idle, likely
 from orchestrator.runtime.loss_meter import LossMeter
 
@@ -108,20 +109,22 @@ class PlainDriver:
         """A sequence was dropped, or all that there are."""
 
     def change(self, name: str, value: Any) -> bool:
-        """Changes a live setting of the policy; False where it lacks it."""
+        """Change a live setting of the policy. False where the policy lacks it. Raises SettingError
+        and PolicyError, and changes nothing then."""
         return False
 
     def report(self) -> dict[str, Any]:
         """What the policy knows about its own work."""
         return {}
 
-    def hotness(self) -> np.ndarray | None:
-        """What the policy has learned, float64 [n_layers, n_expert]; None where nothing."""
-        return None
+    @property
+    def policy_name(self) -> str:
+        """The name of the policy."""
+        return PLAIN
 
-    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The policy's name, and what it has tuned; None where nothing."""
-        return None
+    def learned(self) -> Learned:
+        """What the policy knows that the next run may use."""
+        return Learned()
 
 
 class Driver(PlainDriver):
@@ -156,6 +159,8 @@ class Driver(PlainDriver):
         self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Counts of steps whose reports went without them.
         self._untold: np.ndarray | None = None
+        # Steps that the policy was told of.
+        self.steps = 0
 
     def on_route(self, event: RouteEvent) -> None:
         """Once per MoE layer: the policy decides, the store acts."""
@@ -212,27 +217,28 @@ class Driver(PlainDriver):
         if moves:
             self.store.transition(moves)
 
-    def learn(self, step: ComputedStep) -> Sequence[Transition]:
-        """Tells the policy what it wants to know of a step; returns the transitions that it asks
-        for."""
+    def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
+        """Tell the policy of a step; return the transitions that it asks for. unusual: as of
+        StepReport, for a policy whose meter is elsewhere."""
         policy = self.policy
-        wanted = not isinstance(policy, Learns) or policy.wants_report(step.phase)
-        counts = self.store.take_counts() if policy.wants.counts else None
+        wants, told = policy.wants, step.phase in policy.wants.told_in
+        counts = self.store.take_counts() if wants.counts else None
         resident = target = None
-        if policy.wants.states and wanted:
+        if wants.states and told:
             resident, target = self.store.states()
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if wanted or self.meter.needs_tiers:  # what moves counts where it was last seen
+                if told or self.meter.needs_tiers:  # what moves counts where it was last seen
                     held = self.store.resident() if resident is None else resident
-                    self.meter.holds(served(policy.wants.default_tier, held))
+                    self.meter.holds(served(wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
-            self.judge_routing(step.n_tokens)
+            unusual = self.judge_routing(step.n_tokens)
         if counts is not None:
             counts = counts if self._untold is None else counts + self._untold
-            counts, self._untold = (counts, None) if wanted else (None, counts)
-        return policy.step_done(
+            counts, self._untold = (counts, None) if told else (None, counts)
+        self.steps += 1
+        return policy.on_step(
             StepReport(
                 phase=step.phase,
                 n_tokens=step.n_tokens,
@@ -243,22 +249,25 @@ class Driver(PlainDriver):
                 starts=step.starts,
                 prompt_ends=step.prompt_ends,
                 ends=step.ends,
+                unusual=unusual,
             )
         )
 
-    def judge_routing(self, n_tokens: int) -> None:
-        """Count n_tokens of a step; once they are ROUTING_TOKENS, halve the limit of a policy that
-        spends a loss if these tokens used experts in another way than the texts of its loss table,
-        and else lift that."""
+    def judge_routing(self, n_tokens: int) -> bool | None:
+        """Count n_tokens of a step. Once they are ROUTING_TOKENS, return whether these tokens used
+        experts in another way than the texts of the loss table, for a policy that spends a loss;
+        else None. Such a policy spends half of its limit then, which the meter notes."""
         policy, meter = self.policy, self.meter
-        if meter is None or meter.estimate.routing is None or not isinstance(policy, SpendsLoss):
-            return
+        routing = meter.estimate.routing if meter is not None else None
+        if meter is None or routing is None or policy.placement.spends is None:
+            return None
         self._unjudged += n_tokens
         used = self.used() if self._unjudged >= ROUTING_TOKENS else None
-        if used is not None:
-            meter.halved = not meter.estimate.routing.holds(used - self._judged)
-            policy.halve(meter.halved)
-            self._unjudged, self._judged = 0, used
+        if used is None:
+            return None
+        meter.halved = not routing.holds(used - self._judged)
+        self._unjudged, self._judged = 0, used
+        return meter.halved
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
@@ -364,7 +373,7 @@ class Driver(PlainDriver):
     @property
     def may_wait(self) -> bool:  # type: ignore[override]
         """Whether the first token of an answer may wait for the policy."""
-        return isinstance(self.policy, WaitsBeforeAnswer)
+        return self.policy.wants.waits
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
         self.shared_prompts = min(n_bytes, self.shared.prompts) if self.shared else 0
@@ -378,8 +387,8 @@ class Driver(PlainDriver):
         """
         policy, store = self.policy, self.store
         failed = store.stats().transitions_failed
-        while isinstance(policy, WaitsBeforeAnswer):
-            moves = policy.before_answer(*store.states())
+        while policy.wants.waits:
+            moves = policy.warm(*store.states())
             if moves is None or not (moves or self._under_way()):
                 break
             admitted = store.transition(moves)
@@ -431,15 +440,13 @@ class Driver(PlainDriver):
 
     @property
     def keeps_sequences(self) -> bool:
-        return isinstance(self.policy, KeepsSequences)
+        return type(self.policy).save_sequence is not Policy.save_sequence
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        policy = self.policy
-        return policy.save_sequence(sequence) if isinstance(policy, KeepsSequences) else None
+        return self.policy.save_sequence(sequence)
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        if isinstance(self.policy, KeepsSequences):
-            self.policy.restore_sequence(sequence, state)
+        self.policy.restore_sequence(sequence, state)
         if self.on_restored is not None:
             self.on_restored(sequence, state)
 
@@ -458,15 +465,19 @@ class Driver(PlainDriver):
         self.store.sequence_end(sequence)
 
     def change(self, name: str, value: Any) -> bool:
-        return self.policy.change(name, value)
+        policy = self.policy
+        declared = policy.Settings.declared().get(name)
+        if declared is None or not declared.live:
+            return False
+        policy.update_settings(replace(policy.settings, **{name: value}))
+        return True
 
     def report(self) -> dict[str, Any]:
         return dict(self.policy.report())
 
-    def hotness(self) -> np.ndarray | None:
-        return self.policy.hotness if isinstance(self.policy, Learns) else None
+    @property
+    def policy_name(self) -> str:
+        return self.policy.name
 
-    def tuned(self) -> tuple[str, Mapping[str, Any]] | None:
-        policy = self.policy
-        found = policy.tuned if isinstance(policy, Tunes) else None
-        return None if found is None else (policy.name, found)
+    def learned(self) -> Learned:
+        return self.policy.learned()

@@ -1,16 +1,10 @@
-"""What runs know of a model: recalled before the first token, kept at the end."""
+"""What runs know of a model: given to the policy at the start, kept at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from gguf_tools.experts import ExpertModel
-from orchestrator.allocation.slots import Transition
-from orchestrator.cache.profile import TunedKeeper
-from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
-from orchestrator.memory.plan import MemoryPlan
-from orchestrator.policy.base import Tunes
+from orchestrator.policy import Policy
+from orchestrator.policy.base import Placement
 from orchestrator.runtime.driver import PlainDriver
 
 
@@ -18,37 +12,27 @@ class History:
     """The hotness and usage of a model's experts and the settings that policies tuned, of earlier
     runs and of this one."""
 
-    def __init__(self, config: Config, model: ExpertModel, planner: Planner) -> None:
+    def __init__(self, planner: Planner) -> None:
         self.usage = planner.usage
-        self._tuned = TunedKeeper(config, model)
         self._planner = planner
 
-    def first(self, plan: MemoryPlan) -> Sequence[Transition]:
-        """Tell a plan's policy what is known of the model, and return what the policy wants in
-        memory before the first token."""
-        policy = plan.policy
-        if policy is None:
-            return ()
-        self._planner.teach(policy, plan.tier_names)
-        if isinstance(policy, Tunes):
-            tuned = self._tuned.recall(policy.name)
-            if tuned is not None:
-                policy.recall(tuned)
-        return policy.start()
+    def policy(self, placement: Placement) -> Policy:
+        """The policy of a placement, which starts from what is known of the model."""
+        return placement.make(self._planner.history)
 
     def learn(self, driver: PlainDriver) -> None:
         """Add what the driver's store counted and what its policy knows by now."""
-        hotness, used, tuned = driver.hotness(), driver.used(), driver.tuned()
-        if hotness is not None:
-            self._planner.hotness.learn(hotness)
+        name, learned, used = driver.policy_name, driver.learned(), driver.used()
+        if learned.hotness is not None:
+            self._planner.hotness.learn(learned.hotness)
         if used is not None:
             self.usage.learn(used)
-        if tuned is not None:
-            self._tuned.learn(*tuned)
+        if learned.tuned is not None:
+            self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
         """Write everything that the config says to keep. Raises OSError if a named profile cannot
         be written."""
-        self._tuned.save()
+        self._planner.tuned.save()
         self.usage.save()
         self._planner.hotness.save()

@@ -58,11 +58,12 @@ def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
         "flash": has_flash(config, plan),
         "tiers": plan.tier_names,
     }
-    policy = plan.policy
-    if policy is not None and (len(plan.tiers) > 1 or plan.skip):
-        names = [name for name, each in type(policy).Settings.declared().items() if each.recorded]
-        parts["policy"] = policy.name, plan.skip, config.renormalize, config.exact_tiers
-        parts["settings"] = {name: str(getattr(policy.settings, name)) for name in sorted(names)}
+    placement = plan.placement
+    if placement is not None and (len(plan.tiers) > 1 or plan.skip):
+        settings = placement.settings
+        names = [name for name, each in settings.declared().items() if each.recorded]
+        parts["policy"] = placement.name, plan.skip, config.renormalize, config.exact_tiers
+        parts["settings"] = {name: str(getattr(settings, name)) for name in sorted(names)}
     return json.dumps(parts, sort_keys=True)
 
 

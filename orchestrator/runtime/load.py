@@ -79,7 +79,7 @@ class Loader:
         """Raises ConfigError for a device that is not here, NativeError without the library."""
         self.planner = Planner(config, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
-        self.history = History(config, model, self.planner)
+        self.history = History(self.planner)
         self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
         self._model, self.files = model, InUse(model.files, self._compare)
         # What llama.cpp reads was found to be what was written, for plans that are managed or not.
@@ -153,12 +153,14 @@ class Loader:
 
     def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
-        first = self.history.first(plan)
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
         try:
-            driver = PlainDriver()
-            if plan.policy is not None:
+            driver, first = PlainDriver(), None
+            if plan.placement is not None:
+                # before anything is read: a profile that cannot be used is refused here
+                policy = self.history.policy(plan.placement)
+                first = policy.warm()
                 if not self._can_be_managed:
                     # before anything of its size is read
                     try_load(config.model, managed=True, known=self._model)
@@ -166,7 +168,7 @@ class Loader:
                 spec = self._specs.of(config, plan)
                 store = Store.create(self.bindings.library(), spec)
                 parts.append(store)
-                driver = Driver(plan.policy, store)
+                driver = Driver(policy, store)
                 driver.shared = plan.shared
                 estimate = self.planner.losses.estimate(plan.tier_names)
                 if estimate is not None:
@@ -181,7 +183,7 @@ class Loader:
                     _share_of(f"Loading {format_size(weights)} of weights", progress),
                 )
                 parts.append(model)
-            driver.prepare(first, _share_of("Reading experts", progress))
+            driver.prepare(first or (), _share_of("Reading experts", progress))
             context = context_of(config, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)

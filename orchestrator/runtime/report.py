@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gguf_tools.experts import DEFAULT_KV
@@ -38,8 +39,9 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     text = f"managed: {driver.policy.describe()}, {slots} of expert slots, {direct}{pageable}"
     # A policy that keeps all experts in memory has learned since the plan was made. The settings of
     # others change while they run.
-    resident = driver.policy.wants.all_resident
-    loses = loaded.runs.loses if resident else loader.planner.loses(plan)
+    loses = loaded.runs.loses
+    if not driver.policy.wants.all_resident:
+        loses = loader.planner.loses(replace(plan, placement=driver.policy.placement))
     if loader.on_disk:
         text += f", {loader.on_disk} on disk"
     return (

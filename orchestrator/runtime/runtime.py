@@ -383,7 +383,7 @@ class Runtime(Closing):
         """Let the policy decide by these settings. Raises PolicyError if it cannot."""
         policy = self._loaded.driver.policy
         if settings is not None and policy is not None and settings != policy.settings:
-            policy.go_by(settings)
+            policy.update_settings(settings)
 
     def _forget(self, sequence: int) -> None:
         """Drop what a sequence holds, on which nothing decodes; --prompt-cache keeps it."""

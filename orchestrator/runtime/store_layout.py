@@ -16,7 +16,7 @@ from orchestrator.memory.machine import Accelerator, serve_misses
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import Policy
+from orchestrator.policy.base import Placement
 from orchestrator.runtime.damage import Checksums, with_checksums
 
 StoreLayers = tuple[tuple[int, dict[tuple[int, int], Slices]], ...]
@@ -64,14 +64,14 @@ class StoreSpecs:
 
 def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
     """Return the spec of a plan without layouts and checksums. Its tiers are renumbered from 0."""
-    if plan.slots is None or plan.policy is None:
+    placement = plan.placement
+    if placement is None:
         raise ConfigError("llama.cpp's own path has no store")
     return spec_for(
-        plan.policy,
-        plan.slots,
-        store_layers(model.layer_ids, model.slices, plan.tiers, plan.slots),
+        placement,
+        store_layers(model.layer_ids, model.slices, plan.tiers, placement.slots),
         files=tuple(model.files),
-        budget_bytes=plan.budget_bytes + plan.slots.host_bytes,
+        budget_bytes=plan.budget_bytes + placement.slots.host_bytes,
         max_tokens=plan.n_ubatch,
         n_io_threads=config.io_threads,
         direct_io=config.direct_io,
@@ -82,9 +82,9 @@ def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Mis
     )
 
 
-def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) -> StoreSpec:
-    """Return the spec of a policy's store. rest: the other fields of StoreSpec."""
-    shape = policy.shape
+def spec_for(placement: Placement, layers: StoreLayers, **rest: Any) -> StoreSpec:
+    """Return the spec of a placement's store. rest: the other fields of StoreSpec."""
+    shape, slots, wants = placement.shape, placement.slots, placement.wants
     return StoreSpec(
         layers=layers,
         groups=tuple((group.slot_bytes, group.n_slots) for group in slots.groups),
@@ -93,10 +93,8 @@ def spec_for(policy: Policy, slots: SlotPlan, layers: StoreLayers, **rest: Any) 
         n_tiers=len(shape.tiers),
         n_expert=shape.n_expert,
         n_expert_used=shape.n_expert_used,
-        n_ahead=policy.wants.n_ahead,
-        exact_tiers=policy.rules.exact
-        and bool(policy.wants.asked_in)
-        and not policy.wants.all_resident,
+        n_ahead=wants.n_ahead,
+        exact_tiers=placement.rules.exact and bool(wants.asked_in) and not wants.all_resident,
         **rest,
     )
 
@@ -133,7 +131,7 @@ def store_layers(
 
 def importance_window(config: Config, plan: MemoryPlan) -> int:
     """Return the number of queries whose attention scores a prompt's tokens: 0 none, -1 all."""
-    if plan.policy is None or not plan.policy.wants.importance:
+    if plan.placement is None or not plan.placement.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]
 

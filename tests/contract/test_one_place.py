@@ -10,6 +10,7 @@ from test_layers import REPO, SOURCES, imports
 
 from gguf_tools.experts import PROVEN
 from orchestrator.policy import BASELINE, POLICIES, Policy, policy_settings
+from orchestrator.policy.base import About
 
 ORCHESTRATOR = REPO / "orchestrator"
 NATIVE = REPO / "patches" / "native"
@@ -106,5 +107,5 @@ def test_nobody_knows_an_architecture_by_name():
 
 
 def test_a_policy_that_is_never_asked_does_not_decide():
-    with pytest.raises(TypeError, match="Silent decides, and its wants"):
-        type("Silent", (Policy,), {"name": "silent", "decide": lambda *_: None})
+    with pytest.raises(TypeError, match="Silent decides, and about"):
+        type("Silent", (Policy,), {"about": About("silent"), "decide": lambda *_: None})

@@ -9,7 +9,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
-from orchestrator.policy.base import EVERY_STEP, Wants
+from orchestrator.policy.base import EVERY_STEP, About, Wants
 from orchestrator.runtime.runtime import Runtime
 
 _LOGITS = "ffn_moe_logits-"
@@ -40,11 +40,10 @@ class Watched:
 class Recorder(Policy):
     """Keeps what is predicted, and decides nothing."""
 
-    name = "recorder"
-    wants = Wants(EVERY_STEP)
+    about = About("recorder", wants=Wants(EVERY_STEP))
 
-    def __init__(self, shape, watched):
-        super().__init__(shape)
+    def __init__(self, placement, watched):
+        super().__init__(placement)
         self.watched = watched
 
     def decide(self, event, view, out):
@@ -63,7 +62,7 @@ def watch(path, tokens, n_ahead):
         expert_ram=64 << 20, n_ahead=n_ahead, prefetch="on",
     )  # fmt: skip
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
-        e.inside.driver.policy = Recorder(e.inside.policy.shape, watched)
+        e.inside.driver.policy = Recorder(e.inside.policy.placement, watched)
         number = {str(il): layer for layer, il in enumerate(e.inside.model.layer_ids)}
 
         def keep(node):

@@ -58,7 +58,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     def used(**options):
         """The losses that it goes by, what it notes, and where experts are at first."""
         with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
-            return e.inside.policy.losses, str(runtime.note), e.inside.store.resident()
+            return e.inside.policy.placement.losses, str(runtime.note), e.inside.store.resident()
 
     beside, named = losses.default_path(five), tmp_path / "losses.json"
     found, note, nominal = used()

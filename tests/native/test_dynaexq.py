@@ -125,14 +125,14 @@ def test_counts_are_what_was_routed(both):
     with opened(both, update_steps=0, sequences=3) as runtime, runtime.evaluator() as e:
         policy = e.inside.policy
         seen = []
-        original = policy.step_done
+        original = policy.on_step
 
-        def step_done(report):
+        def on_step(report):
             seen.append(report.counts)
             return original(report)
 
-        policy.step_done = step_done
-        policy.wants_report = lambda _: True
+        policy.on_step = on_step
+        policy._wants_report = lambda _: True
         k, n_layers = e.inside.model.n_expert_used, e.inside.model.n_layers
         e.eval(PROMPT[:20], 0)
         e.eval([7], 20)
@@ -151,12 +151,12 @@ def test_hotness_outlives_the_engine(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
     with opened(both, **options) as runtime, runtime.evaluator() as e:
         logits(e)
-        learned = e.inside.policy.hotness
+        learned = e.inside.policy.learned().hotness
     with opened(both, **options) as runtime:
-        np.testing.assert_array_equal(runtime.inside.policy.hotness, learned)
+        np.testing.assert_array_equal(runtime.inside.policy.learned().hotness, learned)
         runtime.set(policy="lru")  # and back: nothing is forgotten
         runtime.set(policy="dynaexq")
-        np.testing.assert_array_equal(runtime.inside.policy.hotness, learned)
+        np.testing.assert_array_equal(runtime.inside.policy.learned().hotness, learned)
     with opened(both, **options, update_steps=0) as runtime, runtime.evaluator() as e:
         expected = np.argsort(-learned, axis=1, kind="stable")[:, :2]
         found = [sorted(np.flatnonzero(row == 0)) for row in e.inside.store.resident()]

@@ -49,7 +49,7 @@ def test_experts_exchange_their_tiers_while_it_runs(three):
         counts = np.bincount(before.ravel(), minlength=3).tolist()
         assert list(told["experts"].values()) == counts
         assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
-        used = e.inside.policy.hotness
+        used = e.inside.policy.learned().hotness
         assert used[after < before].mean() > used[after > before].mean()
         assert e.inside.store.stats().transitions_failed == 0
         e.inside.store.check()

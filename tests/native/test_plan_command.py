@@ -243,7 +243,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
     load = Loader._load
 
     def fails(loader, runs, progress):
-        if runs.plan.policy is not None and runs.plan.policy.name == "lru":
+        if runs.plan.placement is not None and runs.plan.placement.name == "lru":
             raise MemoryError
         return load(loader, runs, progress)
 
@@ -255,7 +255,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
         monkeypatch.setattr(
             Planner,
             "loses",
-            lambda self, plan: None if plan.policy.wants.all_resident else loses(self, plan),
+            lambda self, plan: None if plan.placement.wants.all_resident else loses(self, plan),
         )
         with pytest.raises(MemoryError):
             runtime.set(policy="lru")

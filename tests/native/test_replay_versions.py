@@ -65,9 +65,10 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
     assert (run.stats.experts_promoted > 0) != ("expert_ram" in options)
     assert run.trace.arrays["start_hotness"].any() == warm
     for speed in SPEEDS[::2]:
-        found, policy = replayed(run.trace, speed, Compute(1000.0, 1000.0))
-        assert list(found.stats.requests) == list(run.stats.requests)
-        np.testing.assert_array_equal(policy.hotness, run.policy.hotness)
+        outcome, policy = replayed(run.trace, speed, Compute(1000.0, 1000.0))
+        assert list(outcome.stats.requests) == list(run.stats.requests)
+        found, learned = (each.learned().hotness for each in (policy, run.policy))
+        np.testing.assert_array_equal(found, learned)
 
 
 def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
@@ -82,4 +83,4 @@ def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
     assert trace.arrays["step_tokens"].tolist() == [8, 8, 4] + 40 * [1]
     assert all(0 < share <= 1 for share in trace.header.dense_share)
     _, policy = replayed(trace, SPEEDS[0])
-    np.testing.assert_allclose(profile.load(path, model), policy.hotness, rtol=1e-5)
+    np.testing.assert_allclose(profile.load(path, model), policy.learned().hotness, rtol=1e-5)

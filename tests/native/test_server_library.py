@@ -200,7 +200,7 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
     with serving(**settings) as runtime:
         engine, stats = runtime.engine, runtime.engine.store.stats()
         assert decided == []
-        assert engine.policy.fresh
+        assert engine.driver.steps == 0
         assert not engine.driver.used().any()
         assert not any((*stats.requests, *stats.demand_bytes, *stats.prefetch_bytes))
         resident = (engine.store.resident() < ABSENT).sum(axis=1)

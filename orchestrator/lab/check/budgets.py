@@ -17,8 +17,7 @@ from orchestrator.lab.children import Result, run_child
 from orchestrator.memory.machine import Machine, find_gpu, probe
 from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
-from orchestrator.policy import BASELINE, PLAIN, POLICIES
-from orchestrator.policy.base import SpendsLoss
+from orchestrator.policy import BASELINE, PLAIN, POLICIES, spends_loss
 from orchestrator.runtime.answering import Answering
 
 
@@ -150,7 +149,5 @@ def half_way() -> list[str]:
     return [
         name
         for name, policy in POLICIES.items()
-        if policy.precisions.lossless is not None
-        and name != BASELINE
-        and not issubclass(policy, SpendsLoss)
+        if policy.precisions.lossless is not None and name != BASELINE and not spends_loss(name)
     ]

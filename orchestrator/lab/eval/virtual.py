@@ -134,9 +134,10 @@ class VirtualStore(Closing):
         us = (self._clock.now_ns - self._start_ns) / 1000
         if step.phase is Phase.DECODE:
             self.step_us.append(us)
-        moves = self._driver.learn(replace(step, us=us))
+        unusual, real = None, self._inside.driver
+        if real.meter is not None:
+            real.meter.step_done(step.phase, step.n_tokens)
+            unusual = real.judge_routing(step.n_tokens)
+        moves = self._driver.learn(replace(step, us=us), unusual)
         if moves:
             self._store.transition(moves)
-        if self._inside.driver.meter is not None:
-            self._inside.driver.meter.step_done(step.phase, step.n_tokens)
-            self._inside.driver.judge_routing(step.n_tokens)

@@ -22,7 +22,7 @@ from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VER
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
 from orchestrator.policy import BASELINE, POLICIES, policy_class
-from orchestrator.policy.base import WeighsLosses
+from orchestrator.policy.base import place
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
 
@@ -45,7 +45,7 @@ class Recorder:
                 f"llama.cpp's own path hides the routing: choose --policy {' or '.join(POLICIES)}"
             )
         policy, again = inside.policy, "load the model again to record it"
-        if not policy.fresh:
+        if policy.wants.learns and inside.driver.steps:
             raise ConfigError(f"the policy {policy.name} has decided already: {again}")
         if inside.driver.brought:
             raise ConfigError(
@@ -64,7 +64,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         driver, store = self._inside.driver, self._inside.store
-        self._hotness = driver.hotness()
+        self._hotness = driver.learned().hotness
         self._before = store.stats()
         driver.on_restored = self._on_restored
         self._waited_us = sum(self._before.wait_us)
@@ -158,8 +158,8 @@ class Recorder:
         model, tiers = inside.model, [tier.name for tier in inside.model.tiers]
         unknown = np.zeros((model.n_layers, model.n_expert))
         losses, no_costs = (np.zeros((*unknown.shape, len(tiers) + n)) for n in (0, 1))
-        if isinstance(policy, WeighsLosses) and policy.losses is not None:
-            losses[..., list(inside.plan.tiers)] = policy.losses
+        if policy.placement.losses is not None:
+            losses[..., list(inside.plan.tiers)] = policy.placement.losses
         costs = inside.losses.costs(tiers)
         found = {
             "start_hotness": unknown if hotness is None else hotness,
@@ -304,7 +304,8 @@ def dense_share(evaluator: Evaluator, trace: Trace) -> tuple[float, float]:
     driver = inside.driver
     policy = driver.policy
     driver.set_route(skip)
-    driver.policy = policy_class(BASELINE)(model_shape(inside.model, inside.plan.tiers[:1]))
+    shape = model_shape(inside.model, inside.plan.tiers[:1])
+    driver.policy = place(policy_class(BASELINE), shape).make()
     try:
         for _ in range(DENSE_PROMPTS):
             evaluator.reset()

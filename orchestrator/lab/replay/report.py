@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gguf_tools.units import format_least, format_size
+from gguf_tools.units import format_size
 from orchestrator.allocation.look_ahead import LookAhead
 from orchestrator.cost.losses import calibrate_command, no_losses
-from orchestrator.errors import BudgetError, ConfigError, PolicyError, TiersError, TraceError
+from orchestrator.errors import ConfigError, PolicyError, TiersError, TraceError
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.lab.replay.figures import belady, counted, figures, ratio, recorded_figures
 from orchestrator.lab.replay.simulate import (
@@ -26,8 +26,15 @@ from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.lab.table import Column, Row, Table, percent
 from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
-from orchestrator.policy import BASELINE, PLAIN, POLICIES, Policy, policy_class, policy_settings
-from orchestrator.policy.base import SpendsLoss
+from orchestrator.policy import (
+    BASELINE,
+    PLAIN,
+    POLICIES,
+    Policy,
+    policy_class,
+    policy_settings,
+    spends_loss,
+)
 from orchestrator.settings import MORE, SIZE, Settings, setting
 
 # How reads share the link, and what computing an expert waits for.
@@ -193,8 +200,13 @@ def set_up_for(
         settings = settings.limited(depth, options.settings)
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
+    estimate = foreseen(trace, tiers, options.losses)
+    if spends_loss(policy.name) and estimate is None:
+        raise no_losses(
+            f"the trace has no losses: run {calibrate_command(header.model)} and record it again"
+        )
     try:
-        made = set_up(
+        return set_up(
             trace,
             policy,
             expert_bytes,
@@ -202,26 +214,12 @@ def set_up_for(
             tiers,
             replace(header.rules, skip=skip),
             speed.threads,
+            estimate,
             whole_experts=options.wait == WHOLE,
             rigid=options.link == RIGID,
         )
-    except BudgetError as error:
-        least = error.needed_bytes
-        raise BudgetError(
-            f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
-            f"the policy {policy.name} is {format_least(least)}",
-            least,
-        ) from None
     except TiersError as error:
         raise PolicyError(f"{error.problem}: {_more_tiers(trace, tiers)}") from None
-    estimate = foreseen(trace, tiers, options.losses)
-    if issubclass(policy, SpendsLoss) and estimate is None:
-        raise no_losses(
-            f"the trace has no losses: run {calibrate_command(header.model)} and record it again"
-        )
-    if isinstance(made.policy, SpendsLoss) and estimate is not None:
-        made.policy.set_estimate(estimate)
-    return replace(made, estimate=estimate)
 
 
 def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ change when the simulated reads are done.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +17,18 @@ import numpy as np
 
 from gguf_tools import interrupts
 from gguf_tools.file.layout import COMPUTE_ORDER
+from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.slots import ModelShape, Rules, SlotPlan
 from orchestrator.cost.losses import load
-from orchestrator.errors import ConfigError, NativeError
+from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.lab.replay.trace import Step, Trace
 from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats, Library, StoreSpec
 from orchestrator.native.store import Store, event_arrays
 from orchestrator.policy import Policy
-from orchestrator.policy.base import Learns, WeighsLosses
+from orchestrator.policy.base import History, place
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.loss_meter import LossMeter
 from orchestrator.runtime.store_layout import spec_for, store_layers
@@ -201,24 +203,26 @@ def set_up(
     tiers: tuple[int, ...],
     rules: Rules,
     threads: int,
+    estimate: KlEstimate | None = None,
     *,
     whole_experts: bool = False,
     rigid: bool = False,
 ) -> Setup:
     """The policy for a trace, and how it divides the slots. tiers: of the trace's model, best
-    first. whole_experts, rigid: as of StoreSpec. Raises PolicyError and BudgetError."""
+    first. estimate: what they cost. whole_experts, rigid: as of StoreSpec. Raises PolicyError, and
+    BudgetError for slots that are too few."""
     shape = model_shape(trace, tiers)
-    made = policy(shape, settings, rules)
-    # What earlier runs had learned of the model when the trace was recorded.
-    hotness, losses = trace.arrays["start_hotness"], trace.arrays["losses"][..., list(tiers)]
-    if isinstance(made, Learns) and hotness.any():
-        made.set_hotness(hotness)
-    if isinstance(made, WeighsLosses) and made.losses_matter and losses.any():
-        made.set_losses(losses)
-    slots = made.plan(expert_bytes)
+    history = RecordedHistory(trace, tiers, estimate)
+    placement = place(policy, shape, settings, rules, expert_bytes, history)
+    slots = placement.slots
+    if slots.total_bytes > expert_bytes:
+        raise BudgetError(
+            f"--expert-ram {format_size(expert_bytes)} is too small: the smallest that works with "
+            f"the policy {policy.name} is {format_least(slots.total_bytes)}",
+            slots.total_bytes,
+        )
     spec = spec_for(
-        made,
-        slots,
+        placement,
         store_layers(trace.header.layer_ids, trace.slices, tiers, slots),
         files=tuple(Path(name) for name in trace.header.files),
         budget_bytes=expert_bytes,
@@ -229,7 +233,28 @@ def set_up(
         whole_experts=whole_experts,
         rigid=rigid,
     )
-    return Setup(made, shape, slots, spec, tiers)
+    return Setup(placement.make(history), shape, slots, spec, tiers, estimate)
+
+
+class RecordedHistory(History):
+    """What earlier runs had learned of the model when a trace of it was recorded. estimate: what
+    its tiers in use cost; None where the trace does not say."""
+
+    def __init__(
+        self, trace: Trace, tiers: Sequence[int], estimate: KlEstimate | None = None
+    ) -> None:
+        self._hotness = trace.arrays["start_hotness"]
+        self._losses = trace.arrays["losses"][..., list(tiers)]
+        self._estimate = estimate
+
+    def hotness(self) -> np.ndarray | None:
+        return self._hotness if self._hotness.any() else None
+
+    def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
+        return self._losses if self._losses.any() else None
+
+    def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
+        return self._estimate
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
@@ -269,7 +294,7 @@ def simulate(
         if setup.estimate is not None:
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
-        driver.load_first(policy.start())
+        driver.load_first(policy.warm() or ())
         # Of another policy nobody knows what it would have known.
         kept = trace.restored() if policy.name == trace.header.policy else {}
 

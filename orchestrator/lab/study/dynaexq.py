@@ -41,7 +41,7 @@ from orchestrator.lab.study.study import (
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Uses, halves, parts_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.memory.footprint import model_shape
-from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq, resident_plan
+from orchestrator.policy.dynaexq import HIGH, LOW, DynaExqSettings, resident_plan
 
 # Of hot sets that are chosen at random.
 SEEDS = (1, 2, 3)
@@ -251,7 +251,7 @@ class HotMemory(ScoredStudy):
                 )
             )
             shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
-        steps = DynaExq.Settings.of(on.config.of_policies).update_steps
+        steps = DynaExqSettings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes.append(
             f"Each text is read token by token in one go, the hot sets updated every "
             f"{steps} steps. The first half's hotness: what "

@@ -53,11 +53,6 @@ class Wrapper:
         self.inner = inner
         self.__dict__.update(instead)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """Whoever asks what a policy is hears of the inner one."""
-        return type(self.inner)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
@@ -87,10 +82,11 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
 
 
 def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Every expert stays where it started, behind a prompt as well."""
+    """Every expert stays where it started, after a prompt as well. It wraps a policy that has not
+    been told of a step, so that reports carry what it wants."""
     stays: dict[str, Callable[..., Any]] = {
-        "step_done": lambda report: (),
-        "before_answer": lambda resident, target: None,
+        "on_step": lambda report: (),
+        "warm": lambda resident, target: None,
     }
     return Wrapper(inner, **stays | instead)
 
@@ -345,12 +341,12 @@ class Subject:
                 )
         finally:
             evaluator.inside.driver.policy = own
-        slots = evaluator.plan.slots
+        slots, depth = evaluator.plan.slots, getattr(own.placement, "depth", None)
         return Score(
             text,
             choices,
             usage,
-            None if prefill else getattr(own, "realised", None),
+            None if prefill or depth is None else depth.realised,
             dict(own.report()),
             slots.total_bytes if slots else 0,
         )
@@ -370,7 +366,7 @@ class Subject:
             return ()
 
         def counting(inner: Policy) -> Wrapper:
-            return placed(inner, step_done=count, wants_report=lambda phase: True)
+            return placed(inner, on_step=count)
 
         with self.open(settings) as evaluator:
             self.on(whole).score(evaluator, "Counting uses", decider=counting)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from orchestrator.allocation.slots import SlotGroup, SlotPlan
 from orchestrator.events import Phase
-from orchestrator.policy.base import Policy, Precisions, Wants
+from orchestrator.policy.base import About, Placement, Policy, Precisions, Wants
 from orchestrator.settings import Settings, setting
 
 
@@ -30,23 +30,37 @@ class StripesSettings(Settings):
                           live=True)
 
 
+class StripesPlacement(Placement):
+    @property
+    def text(self):
+        return f"stripes of {self.settings.stripe} in {'/'.join(self.shape.tiers)}"
+
+    def first(self, hotness=None):
+        return [(layer, expert, 2) for layer in range(self.shape.n_layers)
+                for expert in range(self.shape.n_expert)]
+
+
 class Stripes(Policy):
-    name = "stripes"
-    summary = "experts by their index"
-    Settings = StripesSettings
-    reason = "goes by the index"
-    precisions = Precisions(least=3, most=3)
-    wants = Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True)
+    about = About(
+        name="stripes",
+        summary="experts by their index",
+        Settings=StripesSettings,
+        reason="goes by the index",
+        precisions=Precisions(least=3, most=3),
+        wants=Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True),
+    )
     seen = None
 
-    def plan(self, budget_bytes):
+    @classmethod
+    def place(cls, shape, settings, rules, budget_bytes, history):
         groups, group_of = [], {}
-        for tier in range(len(self.shape.tiers)):
-            for layer in range(self.shape.n_layers):
-                for kind, size in self.shape.slots[layer][tier].items():
+        for tier in range(len(shape.tiers)):
+            for layer in range(shape.n_layers):
+                for kind, size in shape.slots[layer][tier].items():
                     group_of[layer, kind, tier] = len(groups)
-                    groups.append(SlotGroup(size, self.shape.n_expert))
-        return SlotPlan(tuple(groups), group_of)
+                    groups.append(SlotGroup(size, shape.n_expert))
+        slots = SlotPlan(tuple(groups), group_of)
+        return StripesPlacement(cls, shape, settings, rules, slots, cls.about.wants)
 
     def decide(self, event, view, out):
         assert event.phase == 0 and set(event.phases_array.tolist()) == {0}
@@ -54,7 +68,7 @@ class Stripes(Policy):
         for expert in set(event.ids_array.ravel().tolist()):
             out.tier[expert] = expert // self.settings.stripe % len(self.shape.tiers)
 
-    def step_done(self, report):
+    def on_step(self, report):
         """Counts what it is told; wide stripes bring the first expert from tier to tier."""
         seen = self.seen or dict(starts=[], prompts=0, decoded=0, first=[])
         self.seen = seen
@@ -67,15 +81,8 @@ class Stripes(Policy):
             return ()
         return [(0, 0, (int(report.resident[0, 0]) + 1) % 3)]
 
-    def start(self):
-        return [(layer, expert, 2) for layer in range(self.shape.n_layers)
-                for expert in range(self.shape.n_expert)]
-
     def report(self):
         return self.seen or {}
-
-    def describe(self):
-        return f"stripes of {self.settings.stripe} in {'/'.join(self.shape.tiers)}"
 '''
 # The one line of the registry, as a start-up file adds it for a process of its own.
 PROGRAM = """

@@ -8,7 +8,7 @@ from orchestrator.events import ABSENT
 def started(policy):
     """The tier of each expert after the start, uint8 [n_layers, n_expert]."""
     tiers = np.full((policy.shape.n_layers, policy.shape.n_expert), ABSENT, np.uint8)
-    for layer, expert, tier in policy.start():
+    for layer, expert, tier in policy.warm():
         tiers[layer, expert] = tier
     return tiers
 

@@ -1,9 +1,12 @@
 """Models and route events without a library: numpy arrays in the place of native memory."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.events import ABSENT, MAX_PREFETCH, DecisionBuffer, Phase, RouteEvent, StoreView
+from orchestrator.policy.base import History, place
 
 UP, GATE, DOWN = 0, 1, 3
 
@@ -107,3 +110,46 @@ def prefetches(out):
         (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)
         for key in out._prefetch[: out.n_prefetch]
     ]
+
+
+class Known(History):
+    """Knows what it is given: hotness, losses, estimate, tuned."""
+
+    def __init__(self, **known):
+        self.known = known
+
+    def hotness(self):
+        return self.known.get("hotness")
+
+    def losses(self, tiers, per_use=False):
+        return self.known.get("losses")
+
+    def estimate(self, tiers):
+        return self.known.get("estimate")
+
+    def tuned(self, policy):
+        return self.known.get("tuned")
+
+
+def placed(kind, shape, settings=None, rules=None, budget=1 << 40, **known):
+    """The placement of a kind of policy, by default with slots for everything."""
+    return place(kind, shape, settings, rules, budget, Known(**known))
+
+
+def policy_of(kind, shape, settings=None, rules=None, budget=1 << 40, **known):
+    """The policy with this placement."""
+    return placed(kind, shape, settings, rules, budget, **known).make(Known(**known))
+
+
+def least_of(kind, shape, settings=None, rules=None):
+    """Bytes of the fewest slots with which a kind of policy works. Such a budget is enough, and a
+    byte less is not."""
+    least = placed(kind, shape, settings, rules, 0).slots.total_bytes
+    assert placed(kind, shape, settings, rules, least).slots.total_bytes == least
+    assert placed(kind, shape, settings, rules, least - 1).slots.total_bytes > least - 1
+    return least
+
+
+def change(policy, **values):
+    """Changes live settings."""
+    policy.update_settings(replace(policy.settings, **values))

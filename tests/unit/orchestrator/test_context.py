@@ -14,17 +14,20 @@ from shapes import (
     N_LAYERS,
     five_tiers,
     in_one_step,
+    least_of,
     make_decision,
     make_event,
     make_shape,
     make_view,
+    placed,
+    policy_of,
 )
 from tables import cases
 
 from orchestrator.allocation.placement import PlacementSettings, importance, place
 from orchestrator.allocation.pools import nominal_losses
 from orchestrator.allocation.slots import ModelShape, Rules
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.errors import PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.context import ContextAware, SequenceUse
 from orchestrator.policy.dynaexq import DynaExq
@@ -44,9 +47,9 @@ def shared(shape, **options):
 
 
 def make(shape, budget=1 << 40, **options):
-    policy = ContextAware(shape, ContextAware.Settings(**options))
-    policy.plan(budget)
-    return policy
+    known = {name: options.pop(name, None) for name in ("hotness", "losses")}
+    asked = ContextAware.Settings(**options)
+    return policy_of(ContextAware, shape, asked, budget=budget, **known)
 
 
 def test_importance_is_the_papers_without_a_prior():
@@ -84,20 +87,17 @@ def test_the_most_important_are_hot_and_the_next_ones_have_more_bits():
 
 def test_as_many_are_hot_as_fit_the_budget():
     shape = three_tiers()
-    with pytest.raises(BudgetError) as error:
-        make(shape, 0)
-    least = error.value.needed_bytes
+    least = least_of(ContextAware, shape)
     assert make(shape, least).report()["hot_per_layer"] == 1
     before = 1
     for budget in range(least, least * 2, least // 16):
-        policy = ContextAware(shape)
-        plan = policy.plan(budget)
-        assert plan.total_bytes <= budget
+        policy = make(shape, budget)
+        assert policy.placement.slots.total_bytes <= budget
         assert policy.report()["hot_per_layer"] >= before
         before = policy.report()["hot_per_layer"]
     assert before > 8
-    with pytest.raises(BudgetError):
-        make(shape, least, hot_experts=2)
+    two = placed(ContextAware, shape, ContextAware.Settings(hot_experts=2), budget=least)
+    assert two.slots.total_bytes > least
 
 
 @cases(
@@ -116,13 +116,13 @@ def test_what_the_file_lacks_is_said(options, message):
 def test_several_precisions_are_needed(policy):
     for shape, rules in ((make_shape(tiers=("q4_k",)), Rules()), (make_shape(), Rules(skip=True))):
         with pytest.raises(PolicyError, match="--low FILE"):
-            policy(shape, rules=rules)
+            placed(policy, shape, rules=rules)
 
 
 def told(policy, resident, phase=Phase.PREFILL, **more):
     counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
     target = more.pop("target", resident)
-    return policy.step_done(StepReport(phase, 1, 1.0, counts, resident, target, **more))
+    return policy.on_step(StepReport(phase, 1, 1.0, counts, resident, target, **more))
 
 
 def prefill(policy, rng, step, n_ahead=1):
@@ -159,7 +159,8 @@ def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead):
         told(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
         assert policy.updates == 1  # once a prompt
     expected = first + second + 2 * answered
-    assert policy.hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
+    hotness = policy.learned().hotness
+    assert hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
 
 
 def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
@@ -185,7 +186,7 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     prefill(policy, rng, 0)  # no report follows
     once = prefill(policy, rng, 1)
     told(policy, resident, starts=(0,))
-    assert policy.hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
+    assert policy.learned().hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
     other = prefill(policy, rng, 2)
     told(policy, resident, starts=(1,))  # beside the first one, they add up
     assert policy.use.sums[0] == pytest.approx(once + other)
@@ -193,7 +194,7 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     told(policy, resident, ends=(0, 1), starts=(2,))
     assert policy.use.sums[0] == pytest.approx(third)
     both = once + other + third
-    assert policy.hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
+    assert policy.learned().hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
 
 
 @settings(max_examples=40, deadline=None)
@@ -209,10 +210,9 @@ def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_sl
     """From one placement to the next, with reads that take several steps each."""
     rng, shape = np.random.default_rng(seed), five_tiers(odd)
     asked = {"near_slots": near_slots, "placement": placement}
-    policy = ContextAware(shape, ContextAware.Settings(hot_experts=hot, near_bits=bits, **asked))
-    plan = policy.plan(1 << 40)
-    policy.set_losses(np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2))
-    resident = started(policy)
+    losses = np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2)
+    policy = make(shape, hot_experts=hot, near_bits=bits, losses=losses, **asked)
+    plan, resident = policy.placement.slots, started(policy)
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number)
@@ -220,7 +220,7 @@ def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_sl
 
         def moves_for(target):
             if placement == "wait":
-                return policy.before_answer(resident, target)
+                return policy.warm(resident, target)
             return told(policy, resident, Phase.DECODE, target=target)
 
         moved = settle(plan, resident, rng, moves_for)
@@ -230,25 +230,25 @@ def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_sl
 
 
 def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
-    plan = shared(five_tiers(), hot_experts=4).plan(1 << 40)
+    plan = shared(five_tiers(), hot_experts=4).placement.slots
     for kind in (0, 1, 3):
         near = {plan.group_of[layer, kind, tier] for layer in range(4) for tier in range(1, 5)}
         assert len(near) == 1 and plan.group_of[0, kind, 0] not in near
         assert plan.groups[near.pop()].slot_bytes == 3 * 4096
-    plan = shared(five_tiers(), hot_experts=4, near_tiers="q2_k,q1_0").plan(1 << 40)
+    plan = shared(five_tiers(), hot_experts=4, near_tiers="q2_k,q1_0").placement.slots
     assert plan.groups[plan.group_of[0, 0, 4]].slot_bytes == 2 * 4096
     assert plan.groups[plan.group_of[0, 0, 1]].n_slots == 1  # the store wants one of every tier
 
 
 def test_the_bits_follow_the_losses_and_the_use():
     """As place says with no limit on the experts of a tier, so that layers differ."""
-    rng, policy = np.random.default_rng(3), shared(five_tiers(), hot_experts=4)
+    rng = np.random.default_rng(3)
     losses = np.zeros((N_LAYERS, N_EXPERT, 5))
     losses[..., 1:] = np.sort(rng.random((N_LAYERS, N_EXPERT, 4)) ** 4, axis=2)
-    nominal = started(policy)
-    policy.set_losses(losses)
-    assert (policy.losses == losses).all()
-    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
+    nominal = started(shared(five_tiers(), hot_experts=4))
+    hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
+    policy = shared(five_tiers(), hot_experts=4, losses=losses, hotness=hotness)
+    assert (policy.placement.losses == losses).all()
     found = started(policy)
     expected = place(policy._scores, 4, losses[..., 1:], (4, 3, 2, 1), PlacementSettings())
     assert (found == expected).all() and (found != nominal).any()
@@ -278,13 +278,12 @@ def test_only_a_policy_that_waits_settles():
         policy = shared(shape, hot_experts=4, placement="wait" if waits else "async")
         assert policy.wants.transition_rate == 0
         resident = started(policy)
-        assert not policy.before_answer(resident, resident)
+        assert not policy.warm(resident, resident)
         prefill(policy, rng, 1)
         told(policy, resident, starts=(0,))
-        assert bool(policy.before_answer(resident, resident)) == waits
-    slow = ContextAware(shape, ContextAware.Settings(placement="wait", transition_rate=5))
-    assert slow.wants.transition_rate == 0
-    assert ContextAware(shape, ContextAware.Settings(transition_rate=5)).wants.transition_rate == 5
+        assert bool(policy.warm(resident, resident)) == waits
+    assert make(shape, placement="wait", transition_rate=5).wants.transition_rate == 0
+    assert make(shape, transition_rate=5).wants.transition_rate == 5
 
 
 SIZE = (2, 4)

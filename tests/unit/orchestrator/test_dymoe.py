@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shapes import in_one_step, make_decision, make_event, make_shape, make_view, prefetches
+from shapes import (
+    change,
+    in_one_step,
+    make_decision,
+    make_event,
+    make_shape,
+    make_view,
+    policy_of,
+    prefetches,
+)
 
 from orchestrator.allocation.slots import Rules
 from orchestrator.errors import PolicyError
@@ -33,7 +42,7 @@ def reference_tiers(ids, weights, t, low):
 def test_decode_tiers(seed, n_tokens, layer, skip, ties):
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
-    policy = DyMoE(shape, DyMoE.Settings(retention=0.6), Rules(skip=skip))
+    policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.6), Rules(skip=skip))
     phase = Phase.PREFILL if layer == 5 and n_tokens == 1 else Phase.DECODE  # a prompt's last token
     event = make_event(shape, rng, n_tokens, layer, phase, ties=ties)
     event.has_importance = int(phase == Phase.PREFILL)
@@ -66,8 +75,9 @@ def reference_order(ids, scores, share, resident):
 def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, share):
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
     low = SKIP if skip else 1
-    policy = DyMoE(shape, DyMoE.Settings(retention=0.6, heavy_hitters=share), Rules(skip=skip))
-    slots = policy.plan(10**6)
+    asked = DyMoE.Settings(retention=0.6, heavy_hitters=share)
+    policy = policy_of(DyMoE, shape, asked, Rules(skip=skip), 10**6)
+    slots = policy.placement.slots
     event_rng = np.random.default_rng(seed)
     event = make_event(shape, event_rng, n_tokens, layer, phase=Phase.PREFILL, n_ahead=1)
     event.has_importance = int(scored)
@@ -113,7 +123,7 @@ def test_decode_prefetch(seed, layer, n_ahead, how):
     shape = make_shape(tiers=("q4_k",) if how == "skip" else ("q4_k", "q2_k"))
     prefetch = "off" if how == "off" else "auto"
     asked = DyMoE.Settings(retention=0.6, prefetch_low=how != "critical", prefetch=prefetch)
-    policy = DyMoE(shape, asked, Rules(skip=how == "skip"))
+    policy = policy_of(DyMoE, shape, asked, Rules(skip=how == "skip"))
     event = make_event(shape, rng, layer=layer, n_ahead=n_ahead)
     out = make_decision(shape)
     policy.decide(event, make_view(shape), out)
@@ -161,8 +171,7 @@ def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, ex
     shape = make_shape(tiers=("q4_k", "q2_k") if how == "low" else ("q4_k",))
     which = "missing" if how == "missing" else "gates"
     asked = DyMoE.Settings(retention=0.6, prefetch="on", n_ahead=1, lower_which=which)
-    policy = DyMoE(shape, asked, Rules(skip=how != "low", exact=exact))
-    policy.plan(10**9)
+    policy = policy_of(DyMoE, shape, asked, Rules(skip=how != "low", exact=exact))
     policy._prompts.room = [(shape.n_expert, shape.n_expert)] * shape.n_layers
     event = make_event(shape, rng, len(TOGETHER), layer, n_ahead=int(layer < 5))
     event.has_importance = int(scored)
@@ -188,21 +197,22 @@ def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, ex
 def test_a_second_tier_is_needed():
     shape = make_shape(tiers=("q4_k",))
     with pytest.raises(PolicyError, match="--low"):
-        DyMoE(shape, DyMoE.Settings(retention=0.75))
+        policy_of(DyMoE, shape, DyMoE.Settings(retention=0.75))
     out = make_decision(shape)
-    policy = DyMoE(shape)
-    assert policy.retention == 1.0  # nothing else is possible
+    policy = policy_of(DyMoE, shape)
+    assert policy.placement.depth.retention == 1.0  # nothing else is possible
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
     with pytest.raises(PolicyError, match="--low"):
-        policy.change("retention", 0.5)
-    assert (policy.settings.retention, policy.retention) == (None, 1.0)
+        change(policy, retention=0.5)
+    depth = policy.placement.depth
+    assert (policy.settings.retention, depth.retention) == (None, 1.0)
 
 
 def test_a_share_that_the_schedule_cannot_reach_is_said():
     """With 6 layers and 4 experts a token, cosine keeps at least 15 of 24."""
     shape = make_shape(n_layers=6, k=4)
-    least = DyMoE(shape, DyMoE.Settings(retention=0.0)).realised
+    least = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.0)).placement.depth.realised
     assert 0.5 < least < 0.75
     for retention, schedule, said in (
         (least - 0.05, "cosine", ": the schedule cosine reaches no less; --schedule flat does)"),
@@ -211,12 +221,12 @@ def test_a_share_that_the_schedule_cannot_reach_is_said():
         (least - 0.05, "flat", "(realised 0.500)"),
         (0.1, "flat", "(realised 0.250: the schedule flat reaches no less)"),
     ):
-        policy = DyMoE(shape, DyMoE.Settings(retention=retention, schedule=schedule))
+        policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))
         assert policy.describe().endswith(said), (retention, schedule, policy.describe())
         # The line under an answer has what stands before the first comma.
         assert "," not in policy.describe()
     # what may change between two tokens is said as well
-    assert policy.change("retention", 0.5)
+    change(policy, retention=0.5)
     assert policy.critical == [2] * 6
     assert "realised 0.500" in policy.describe()
     assert "no less" not in policy.describe()
@@ -230,7 +240,8 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
         k = len(rows[0])
         shape = make_shape(n_layers=2, n_expert=2 * k, k=k, tiers=("q4_k",))
         asked = {"schedule": "flat", "lower_which": "missing", "prefetch": "off"}
-        policy = DyMoE(shape, DyMoE.Settings(retention=retention, **asked), Rules(skip=True))
+        settings = DyMoE.Settings(retention=retention, **asked)
+        policy = policy_of(DyMoE, shape, settings, Rules(skip=True))
         assert policy.wants.by_residency and policy.critical == [int(retention * k)] * 2
         event = make_event(shape, np.random.default_rng(0), n_tokens=len(rows))
         event._ids.flags.writeable = event._weights.flags.writeable = True
@@ -250,4 +261,4 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
     # the first quarter is never lowered
     assert skipped([list(range(8))], [4, 5, 6, 7], retention=0.25) == {2, 3}
     missing = DyMoE.Settings(lower_which="missing")
-    assert not DyMoE(make_shape(tiers=("q4_k",)), missing).wants.by_residency
+    assert not policy_of(DyMoE, make_shape(tiers=("q4_k",)), missing).wants.by_residency

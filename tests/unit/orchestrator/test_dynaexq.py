@@ -5,10 +5,17 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from moving import MovingStore, started
-from shapes import assert_holds, make_decision, make_event, make_shape, make_view
+from shapes import (
+    assert_holds,
+    least_of,
+    make_decision,
+    make_event,
+    make_shape,
+    make_view,
+    policy_of,
+)
 
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import EVERY_STEP
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
@@ -19,8 +26,8 @@ def make(shape, budget_bytes=None, **options):
     if budget_bytes is None:
         both = shape.all_slot_bytes(HIGH) + shape.all_slot_bytes(LOW)
         budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
-    policy = DynaExq(shape, DynaExq.Settings(**options))
-    return policy, policy.plan(budget_bytes)
+    policy = policy_of(DynaExq, shape, DynaExq.Settings(**options), budget=budget_bytes)
+    return policy, policy.placement.slots
 
 
 def running(policy, plan):
@@ -67,15 +74,14 @@ def test_plans_fit_and_fill_the_budget(layers, n_expert, share, most, odd):
     shape = with_larger_last_layer(shape, odd)
     low, high = shape.all_slot_bytes(LOW), shape.all_slot_bytes(HIGH)
     budget = int(share * (high + low // 4))
-    policy = DynaExq(shape, DynaExq.Settings(hot_experts=most))
-    try:
-        plan = policy.plan(budget)
-    except BudgetError as error:
-        assert error.needed_bytes > budget
-        assert policy.plan(error.needed_bytes).total_bytes == error.needed_bytes
+    asked = DynaExq.Settings(hot_experts=most)
+    policy = policy_of(DynaExq, shape, asked, budget=budget)
+    plan = policy.placement.slots
+    if budget < (least := least_of(DynaExq, shape, asked)):
+        assert plan.total_bytes == least
         return
     assert_holds(plan, shape, (HIGH, LOW), budget)
-    start = policy.start()
+    start = policy.warm()
     assert len(set(start)) == len(start) == len({(layer, expert) for layer, expert, _ in start})
     if policy.caching:
         assert (
@@ -129,7 +135,7 @@ def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
     rng = np.random.default_rng(seed)
     shape = make_shape(n_layers=3, n_expert=12)
     policy, _ = make(shape, hysteresis=margin, rank_slack=slack)
-    policy.set_hotness(rng.integers(0, 12, (3, 12)).astype(float))  # with ties
+    policy.recall(rng.integers(0, 12, (3, 12)).astype(float))  # with ties
     hot = np.zeros((3, 12), bool)
     for layer, n in enumerate(policy.capacity.tolist()):
         missing = int(rng.integers(0, 2))
@@ -137,7 +143,8 @@ def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
     swaps = policy._swaps(hot, np.zeros_like(hot))
     found = {(swap.layer, swap.up, swap.down) for swap in swaps}
     assert len(found) == len(swaps)
-    assert found == reference(policy.hotness, hot, policy.capacity.tolist(), margin, slack)
+    scores = policy.learned().hotness
+    assert found == reference(scores, hot, policy.capacity.tolist(), margin, slack)
 
 
 def test_a_full_pool_holds_up_no_other():
@@ -151,7 +158,7 @@ def test_a_full_pool_holds_up_no_other():
     moved: set[tuple[int, int]] = set()
     for _ in range(40):
         store.begin_step()
-        moves = policy.step_done(report(gains, store, n_tokens=100))
+        moves = policy.on_step(report(gains, store, n_tokens=100))
         store.transition([move for move in moves if move[0] == 0], steps=10_000)
         store.transition([move for move in moves if move[0] == 1])
         moved |= {(layer, expert) for layer, expert, _ in moves}
@@ -183,13 +190,13 @@ def test_transitions_always_have_a_slot(seed, n_layers, n_expert, share, failing
         if at == 60:
             shares = zipf(rng, shape)
         store.begin_step()
-        moves = policy.step_done(report(draw(rng, shares, 2), store))
+        moves = policy.on_step(report(draw(rng, shares, 2), store))
         for move in moves:
             store.transition([move], int(rng.integers(1, 6)), rng.random() < failing)
     # nothing new: what was asked for comes to its end, and what failed is made good
     for _ in range(150):
         store.begin_step()
-        store.transition(policy.step_done(report(shares * 1000, store)))
+        store.transition(policy.on_step(report(shares * 1000, store)))
     assert not store.way
     assert policy.report()["waiting"] == 0
     np.testing.assert_array_equal((store.tiers == HIGH).sum(axis=1), policy.capacity)
@@ -213,7 +220,7 @@ def run_stationary(margin, slack):
         counts = draw(rng, shares, 4)
         hits += int(counts[store.tiers == HIGH].sum())
         total += int(counts.sum())
-        store.transition(policy.step_done(report(counts, store)))
+        store.transition(policy.on_step(report(counts, store)))
     return policy.report()["promotions"], hits / total
 
 
@@ -236,7 +243,7 @@ def test_a_new_text_gets_a_new_hot_set():
         first = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
         for _ in range(700):
             store.begin_step()
-            store.transition(policy.step_done(report(draw(rng, shares, 4), store)))
+            store.transition(policy.on_step(report(draw(rng, shares, 4), store)))
         adapted = float((shares * (store.tiers == HIGH)).sum(axis=1).mean())
         best = float(np.sort(shares, axis=1)[:, ::-1][:, : policy.capacity[0]].sum(axis=1).mean())
         assert first < 0.75 * best
@@ -248,16 +255,15 @@ def test_what_the_store_refuses_is_given_up():
     policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
     store = running(policy, plan)
     counts = np.array([[0, 0, 0, 1]])
-    assert policy.step_done(report(counts, store)) == [(0, 0, LOW)]
-    policy.step_done(report(counts, store))  # nothing moved
+    assert policy.on_step(report(counts, store)) == [(0, 0, LOW)]
+    policy.on_step(report(counts, store))  # nothing moved
     assert policy.report()["given_up"] == 1
 
 
 def test_without_counts_nothing_happens():
     policy, _ = make(make_shape())
-    assert not policy.step_done(StepReport(Phase.DECODE, 1, 1.0))
+    assert not policy.on_step(StepReport(Phase.DECODE, 1, 1.0))
     assert policy.report()["updates"] == 0
-    assert policy.change("retention", 0.5) is False
 
 
 def test_moving_average_and_intervals():
@@ -268,24 +274,24 @@ def test_moving_average_and_intervals():
     store = running(policy, plan)
     one, other = np.array([[0, 1, 0, 0]]), np.array([[1, 0, 0, 0]])
     for done, counts in ((0, one), (0, one), (1, other)):
-        policy.step_done(report(counts, store))
+        policy.on_step(report(counts, store))
         assert policy.report()["updates"] == done
     expected = np.array([[1 / 3, 2 / 3, 0, 0]]) / 4
-    np.testing.assert_allclose(policy.hotness, expected)
+    np.testing.assert_allclose(policy.learned().hotness, expected)
     for _ in range(3):
-        policy.step_done(report(one, store))
+        policy.on_step(report(one, store))
     expected = 0.75 * expected + 0.25 * one
-    np.testing.assert_allclose(policy.hotness, expected)
+    np.testing.assert_allclose(policy.learned().hotness, expected)
     # a prompt's part of many tokens is one interval, and one token of a prompt a third of one
-    policy.step_done(report(512 * other, store, Phase.PREFILL, n_tokens=512))
+    policy.on_step(report(512 * other, store, Phase.PREFILL, n_tokens=512))
     expected = 0.75 * expected + 0.25 * other
-    np.testing.assert_allclose(policy.hotness, expected)
-    policy.step_done(report(one, store, Phase.PREFILL))
+    np.testing.assert_allclose(policy.learned().hotness, expected)
+    policy.on_step(report(one, store, Phase.PREFILL))
     kept = 0.75 ** (1 / 3)
-    np.testing.assert_allclose(policy.hotness, kept * expected + (1 - kept) * one)
+    np.testing.assert_allclose(policy.learned().hotness, kept * expected + (1 - kept) * one)
     still, _ = make(shape, update_steps=0)
     for phase in [Phase.PREFILL, *[Phase.DECODE] * 100]:
-        assert not still.step_done(report(one, store, phase))
+        assert not still.on_step(report(one, store, phase))
     assert still.report()["updates"] == 0
 
 
@@ -295,11 +301,11 @@ def test_a_layer_that_sees_little_of_a_prompt_forgets_little():
     policy, plan = make(shape, hotness_decay=0.5)
     store = running(policy, plan)
     before = np.array([[0, 1, 0, 0], [0, 1, 0, 0]], float)
-    policy.set_hotness(before)
+    policy.recall(before)
     counts = np.array([[512, 0, 0, 0], [1, 0, 0, 0]])
-    policy.step_done(report(counts, store, Phase.PREFILL, n_tokens=512))
+    policy.on_step(report(counts, store, Phase.PREFILL, n_tokens=512))
     kept = 0.5 ** (1 / 512)
-    np.testing.assert_allclose(policy.hotness, [[0.5, 0.5, 0, 0], [1 - kept, kept, 0, 0]])
+    np.testing.assert_allclose(policy.learned().hotness, [[0.5, 0.5, 0, 0], [1 - kept, kept, 0, 0]])
 
 
 def test_an_interval_in_time_is_summed_from_the_steps():
@@ -311,12 +317,12 @@ def test_an_interval_in_time_is_summed_from_the_steps():
     told = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
     told += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
     for phase, us, done in told:
-        policy.step_done(report(one if done < 2 else other, store, phase, us=us))
+        policy.on_step(report(one if done < 2 else other, store, phase, us=us))
         assert policy.updates == done
-    np.testing.assert_allclose(policy.hotness, [[0.25, 0.5, 0, 0]])
+    np.testing.assert_allclose(policy.learned().hotness, [[0.25, 0.5, 0, 0]])
     never, _ = make(shape, update_ms=0, update_steps=1)
     for _ in range(50):
-        never.step_done(report(one, store, us=1e6))
+        never.on_step(report(one, store, us=1e6))
     assert never.updates == 0
 
 
@@ -341,6 +347,6 @@ def test_the_hot_set_is_high_while_caching():
     counts = np.zeros((2, 24))
     counts[1, -n:] = 100
     for _ in range(40):
-        assert not policy.step_done(report(counts, store, n_tokens=100 * n))
+        assert not policy.on_step(report(counts, store, n_tokens=100 * n))
     assert high(0) == list(range(n))
     assert high(1) == list(range(24 - n, 24))

@@ -43,9 +43,9 @@ def test_weights_stay_as_they_are_in_the_file(model):
 def test_experts_are_in_one_precision(policy, model):
     _, plan = planned(model, policy=policy, expert_ram=1 << 20)
     assert plan.tiers == (0,) and not plan.skip
-    assert plan.policy is not None and (plan.policy.asked_mix(np.ones((1, 1))) == 1.0).all()
-    for name, value in (plan.policy.precisions.lossless or {}).items():
-        assert getattr(plan.policy.settings, name) == value
+    assert plan.placement is not None and (plan.placement.fractions(np.ones((1, 1))) == 1.0).all()
+    for name, value in (plan.placement.policy.precisions.lossless or {}).items():
+        assert getattr(plan.placement.settings, name) == value
 
 
 @cases(

@@ -3,10 +3,21 @@
 
 import numpy as np
 import pytest
-from shapes import DOWN, GATE, UP, make_decision, make_event, make_shape, make_view, prefetches
+from shapes import (
+    DOWN,
+    GATE,
+    UP,
+    least_of,
+    make_decision,
+    make_event,
+    make_shape,
+    make_view,
+    policy_of,
+    prefetches,
+)
 from tables import cases
 
-from orchestrator.errors import BudgetError, ConfigError, PolicyError, SettingError
+from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import ABSENT, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.dymoe import DyMoE
 from orchestrator.policy.firm import (
@@ -36,10 +47,10 @@ AHEAD = [
 ]
 
 
-def firm(**settings):
-    policy = FIRM(SHAPE, FIRM.Settings(**{**PAPER, "votes": "4,3", **settings}))
-    policy.plan(SHAPE.all_slot_bytes())
-    return policy
+def firm(tuned=None, budget=None, **settings):
+    asked = FIRM.Settings(**{**PAPER, "votes": "4,3", **settings})
+    budget = SHAPE.all_slot_bytes() if budget is None else budget
+    return policy_of(FIRM, SHAPE, asked, budget=budget, tuned=tuned)
 
 
 def make(layer, ids, ahead, step=7):
@@ -93,7 +104,7 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
     first = token(policy, 0)
     assert all(first)
     for step in range(1, 5):
-        policy.step_done(STEP_DONE)
+        policy.on_step(STEP_DONE)
         assert policy.tuner.counts == (step == 4)
         assert token(policy, step) == first
 
@@ -156,14 +167,14 @@ def test_tuning_finds_what_pays():
         asked(policy, make(0, [USED[0]], [[[4, 5, 7, 8]]] * 3, step))
         asked(policy, make(1, [[4, 5, 6, 9]], [[[2, 3, 4, 5]]] * 3, step))
         asked(policy, make(2, [[2, 3, 4, 5]], [[[2, 3, 4, 5]]] * 3, step))
-        policy.step_done(STEP_DONE)
+        policy.on_step(STEP_DONE)
     found = policy.report()
     assert found["tuned"] and found["votes"] == {
         "shallow": [2, 1],
         "middle": [4, 1],
         "deep": [4, 3],
     }
-    assert policy.tuned == TUNED | {"votes": "2,1/4,1/4,3"}
+    assert policy.learned().tuned == TUNED | {"votes": "2,1/4,1/4,3"}
 
 
 # What a run of PAPER's settings with slots for all tunes.
@@ -180,16 +191,14 @@ TUNED = {
 
 
 def test_what_was_tuned_is_where_the_next_one_starts():
-    policy = firm(votes=None)
-    policy.recall(TUNED)
+    policy = firm(TUNED, votes=None)
     assert policy.wants.n_ahead == 2 and policy.report()["tuned"]
     assert policy.settings.votes == "2,1/4,2/3,1"  # what a trace says of it
     odd = ({"slots": 50}, {"votes": "x"}, {"votes": 3}, {"slots": None}, {"votes": "5,1"})
     for other in (*odd, {"votes": "2,4"}, *({name: None} for name in TUNED)):
-        policy = firm(votes=None)
-        policy.recall(TUNED | other)
+        policy = firm(TUNED | other, votes=None)
         assert policy.wants.n_ahead == 3 and not policy.report()["tuned"], other
-    assert firm(votes=None).tuned is None  # nothing is tuned yet
+    assert firm(votes=None).learned().tuned is None  # nothing is tuned yet
 
 
 @cases(
@@ -204,21 +213,18 @@ def test_what_was_tuned_is_where_the_next_one_starts():
     {"votes": "4,3"},
 )
 def test_what_was_tuned_for_something_else_is_not_taken(asked_for):
-    policy = firm(**{"votes": None, **asked_for})
-    before = policy.settings
-    policy.recall(TUNED)
-    assert policy.settings == before
+    asked = {"votes": None, **asked_for}
+    assert firm(TUNED, **asked).settings == firm(**asked).settings
 
 
 def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
     """Else a pair that somebody tried once would be everybody's from then on."""
-    asked_for, recalled = firm(votes="1,1"), firm(votes=None)
-    recalled.recall(TUNED)
+    asked_for, recalled = firm(votes="1,1"), firm(TUNED, votes=None)
     for policy in (asked_for, recalled):
         for step in range(5):
             token(policy, step)
-            policy.step_done(STEP_DONE)
-        assert policy.report()["tuned"] and policy.tuned is None
+            policy.on_step(STEP_DONE)
+        assert policy.report()["tuned"] and policy.learned().tuned is None
 
 
 @cases(
@@ -294,8 +300,9 @@ def test_prompts_and_slots_are_dymoes_with_one_precision():
     """The same plan at every budget, and the same answer to a prompt."""
     for share in (0.2, 0.55, 1.0):
         budget = int(share * SHAPE.all_slot_bytes())
-        ours, theirs = firm(), DyMoE(SHAPE, DyMoE.Settings(n_ahead=1))
-        assert ours.plan(budget) == theirs.plan(budget)
+        ours = firm(budget=budget)
+        theirs = policy_of(DyMoE, SHAPE, DyMoE.Settings(n_ahead=1), budget=budget)
+        assert ours.placement.slots == theirs.placement.slots
         for layer in (0, 3, 4):
             event = make_event(SHAPE, np.random.default_rng(1), 12, layer, Phase.PREFILL, 1)
             resident = np.full((SHAPE.n_layers, SHAPE.n_expert), ABSENT, np.uint8)
@@ -305,8 +312,7 @@ def test_prompts_and_slots_are_dymoes_with_one_precision():
             theirs.decide(event, make_view(SHAPE, resident), out[1])
             assert prefetches(out[0]) == prefetches(out[1]) != []
             assert out[0].passing_array.tolist() == out[1].passing_array.tolist()
-    with pytest.raises(BudgetError):
-        firm().plan(100)
+    least_of(FIRM, SHAPE)
 
 
 def test_votes_as_a_text():

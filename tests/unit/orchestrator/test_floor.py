@@ -4,11 +4,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shapes import UP, make_decision, make_shape, make_view, prefetches
+from shapes import (
+    UP,
+    change,
+    least_of,
+    make_decision,
+    make_shape,
+    make_view,
+    placed,
+    policy_of,
+    prefetches,
+)
 from tables import cases
 
 from orchestrator.allocation.estimate import KlEstimate
-from orchestrator.errors import BudgetError, PolicyError
+from orchestrator.errors import PolicyError
 from orchestrator.events import ABSENT, SKIP, Phase, RouteEvent, StepReport
 from orchestrator.policy import floor
 from orchestrator.policy.floor import AGAIN_STEPS, Floor
@@ -21,8 +31,8 @@ IDS = [5, 2, 7, 0]
 AHEAD = [1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2]  # experts of the next layer, and their scores
 
 
-def report(n_tokens=1, **changes):
-    return StepReport(Phase.DECODE, n_tokens, 1000.0, **changes)
+def report(n_tokens=1, phase=Phase.DECODE, **changes):
+    return StepReport(phase, n_tokens, 1000.0, **changes)
 
 
 def made(shape=ONE, nats=None, price=1.0, kind=Floor, **settings):
@@ -36,11 +46,11 @@ def made(shape=ONE, nats=None, price=1.0, kind=Floor, **settings):
         "skip_present": 0.0,
         **settings,
     }
-    policy = kind(shape, Floor.Settings(**chosen))
-    policy.plan(2 * shape.all_slot_bytes())
     each = np.zeros((shape.n_layers, shape.n_expert, len(shape.tiers) + 1))
     each[..., 1:] = [1.0] if nats is None else nats
-    policy.set_estimate(KlEstimate(shape.tiers[0], each, np.ones(each.shape[:2])))
+    estimate = KlEstimate(shape.tiers[0], each, np.ones(each.shape[:2]))
+    asked, budget = Floor.Settings(**chosen), 2 * shape.all_slot_bytes()
+    policy = policy_of(kind, shape, asked, budget=budget, estimate=estimate)
     policy._price = price
     return policy
 
@@ -118,7 +128,7 @@ def test_what_is_kept_goes_by_the_gates_and_not_by_their_order():
 def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
     policy = made(price=PRICE, skip_present=0.5)
     decided(policy, make(0), here=IDS)
-    policy.step_done(report())
+    policy.on_step(report())
     policy._price = PRICE
     assert not prefetches(decided(policy, make(1, step=1), here=IDS)[1])
     assert policy.report()["missing"] == 0 and policy.report()["lowered"] > 0
@@ -140,15 +150,15 @@ def test_the_first_layer_has_nothing_by_the_cosine_schedule():
 def test_what_a_token_leaves_is_carried_on():
     policy = made(max_loss=3 * 0.02)
     assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 of 0.02
-    policy.step_done(report())
+    policy.on_step(report())
     policy._price = 1.0
     assert decided(policy, make(0, 1), here=[0])[0] == {7: SKIP}  # of 0.08
-    policy.step_done(report())
+    policy.on_step(report())
     account = policy._accounts[0]
     assert account.left == pytest.approx(2 * 0.06 - 0.04)
     for step in range(2, 99):
         decided(policy, make(0, step), here=IDS)
-        policy.step_done(report())
+        policy.on_step(report())
     assert account.left == pytest.approx(floor._CARRIED_TOKENS * 0.06)
 
 
@@ -167,11 +177,11 @@ def test_each_sequence_has_its_own_budget():
     assert decided(policy, both)[0] == dict.fromkeys((2, 7, 1, 3, 4, 6), SKIP)
     assert policy._accounts[4].spent == pytest.approx(0.16)
     assert policy._accounts[9].spent == pytest.approx(0.04)
-    policy.step_done(report(2))
+    policy.on_step(report(2))
     policy._accounts[9].left = -0.17
     policy._price = 1.0
     assert decided(policy, make(step=1, rows=rows, gates=gates, of=(4, 9)))[0] == {1: SKIP, 3: SKIP}
-    policy.step_done(report(2, ends=(9,)))
+    policy.on_step(report(2, ends=(9,)))
     assert set(policy._accounts) == {4}
 
 
@@ -181,7 +191,7 @@ def test_the_price_follows_what_is_spent():
         decided(each, make())
     poor._accounts[0].spent = 10.0
     for each in (policy, poor):
-        each.step_done(report())
+        each.on_step(report())
     assert policy._price > PRICE > poor._price == pytest.approx(PRICE * np.exp(-0.1))
 
 
@@ -224,7 +234,7 @@ def test_what_is_skipped_again_is_read_behind_within_the_rate():
 
     for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(read_behind=False), [])):
         assert asked_behind(policy, 0) == []
-        policy.step_done(report())  # a millisecond
+        policy.on_step(report())  # a millisecond
         assert asked_behind(policy, AGAIN_STEPS) == wanted
         assert asked_behind(policy, 2 * AGAIN_STEPS + 1) == []
     assert not prefetches(decided(slow, make(2))[1])
@@ -239,36 +249,46 @@ def test_prompts_are_lossless():
 
 def test_it_says_what_it_lost():
     policy = made(max_loss=3 * 0.051)
-    assert policy.fresh and policy.report()["loss"] is None
+    assert policy.report()["loss"] is None
     decided(policy, make(), here=[5])
-    policy.step_done(report())
+    policy.on_step(report())
     said = policy.report()
-    assert said["loss"] == pytest.approx(0.05) and not policy.fresh
+    assert said["loss"] == pytest.approx(0.05)
     assert (said["missing"], said["lowered"]) == (0.75, 0.5)
     assert "0.153 nats" in policy.describe()
 
 
 def test_slots_for_low_copies_are_a_share():
     budget = TWO.all_slot_bytes() // 2
-    policy = Floor(TWO, Floor.Settings(low_share=0.5))
-    plan = policy.plan(budget)
+    asked = Floor.Settings(low_share=0.5)
+    plan = placed(Floor, TWO, asked, budget=budget).slots
     low = {group for (_, _, tier), group in plan.group_of.items() if tier == 1}
     n_bytes = sum(plan.groups[group].slot_bytes * plan.groups[group].n_slots for group in low)
     assert 0.4 * budget < n_bytes <= 0.5 * budget and plan.total_bytes <= budget
-    with pytest.raises(BudgetError):
-        policy.plan(1)
+    least_of(Floor, TWO, asked)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
+def test_low_copies_leave_room_for_the_fewest_high_ones(share):
+    """One expert of each tier in each layer, whatever share is asked for."""
+    each = range(TWO.n_layers)
+    least = sum(TWO.expert_slot_bytes(layer, tier) for layer in each for tier in (0, 1))
+    assert least_of(Floor, TWO, Floor.Settings(low_share=share)) == least
+    for budget in range(least, 3 * TWO.all_slot_bytes(), least // 7):
+        plan = placed(Floor, TWO, Floor.Settings(low_share=share), budget=budget).slots
+        assert plan.total_bytes <= budget
 
 
 def test_it_cannot_decide_without_an_estimate():
-    policy = Floor(ONE)
-    policy.plan(ONE.all_slot_bytes())
+    policy = policy_of(Floor, ONE, budget=ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
         decided(policy, make())
 
 
 def test_the_budget_changes_live():
     policy = made(max_loss=0.0)
-    assert policy.change("max_loss", 3 * 0.051) and policy._price > 0
+    change(policy, max_loss=3 * 0.051)
+    assert policy._price > 0
     policy._price = 1.0
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
@@ -276,13 +296,13 @@ def test_the_budget_changes_live():
 def test_half_of_the_limit_is_spent_and_all_of_it_again():
     policy, few = made(max_loss=3 * 0.051), made(max_loss=3 * 0.0255)
     assert "estimated loss of 0.153 nats" in policy.describe()
-    policy.halve(True)
+    policy.on_step(report(phase=Phase.PREFILL, unusual=True))
     policy._price = 1.0
     assert decided(policy, make())[0] == decided(few, make())[0]
     assert policy.allowed == policy.report()["max_loss"] == few.allowed
-    policy.change("max_loss", 1.0)
+    change(policy, max_loss=1.0)
     assert policy.allowed == 0.5
-    policy.halve(False)
+    policy.on_step(report(phase=Phase.PREFILL, unusual=False))
     assert policy.allowed == 1.0
 
 
@@ -324,7 +344,7 @@ def test_a_single_token_is_decided_as_several_are(seed, shape):
         states = [(p._accounts[0].left, p._accounts[0].spent, p._price) for p in both]
         assert states[0] == states[1]
         for policy in both:
-            policy.step_done(report())
+            policy.on_step(report())
     assert lowered > 40 and asked > 40
     one, other = (policy.report() for policy in both)
     assert [one[name] for name in ("loss", "missing", "lowered")] == [
@@ -350,7 +370,7 @@ def played(policy, n_steps, n_here):
             gates = np.sort(rng.dirichlet(np.ones(K)))[::-1]
             event = make(layer, step, [rng.permutation(8)[:K]], [gates])
             decided(policy, event, here=rng.permutation(8)[:n_here].tolist())
-        policy.step_done(report())
+        policy.on_step(report())
 
 
 def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed():

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from shapes import placed
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
@@ -78,7 +79,7 @@ def shape():
 
 
 def test_the_likeliest_come_first_by_their_share_of_the_layer():
-    policy = POLICIES["dymoe"](shape())
+    policy = placed(POLICIES["dymoe"], shape())
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
     used = np.array([[10.0, 90, 0, 0], [1, 1, 8, 0]])
@@ -88,7 +89,7 @@ def test_the_likeliest_come_first_by_their_share_of_the_layer():
 
 
 def test_one_order_over_all_layers_gets_whole_layers():
-    policy = POLICIES["lru"](shape())
+    policy = placed(POLICIES["lru"], shape())
     resident = np.full((2, 4), ABSENT, np.uint8)
     resident[0, 1] = 0
     used = np.array([[10.0, 90, 0, 20], [1, 1, 8, 0]])
@@ -99,8 +100,8 @@ def test_one_order_over_all_layers_gets_whole_layers():
 
 def test_a_policy_that_keeps_every_expert_asks_for_none():
     slots = tuple(({0: 64, 1: 64, 3: 64}, {0: 32, 1: 32, 3: 32}) for _ in range(2))
-    policy = POLICIES["dynaexq"](ModelShape(4, 2, ("q4_k", "q2_k"), slots))
-    policy.plan(2 * 4 * 3 * 40)
+    two = ModelShape(4, 2, ("q4_k", "q2_k"), slots)
+    policy = placed(POLICIES["dynaexq"], two, budget=2 * 4 * 3 * 40)
     assert policy.wants.all_resident
     assert likely(policy.wants, np.full((2, 4), ABSENT, np.uint8), np.ones((2, 4))) == ()
 

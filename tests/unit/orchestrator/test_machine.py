@@ -11,7 +11,9 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import model_shape
-from orchestrator.memory.plan import MemoryPlanner
+from orchestrator.memory.plan import PlanRequest
+from orchestrator.memory.plan import plan as plan_of
+from orchestrator.memory.plan import planned as needed
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
@@ -68,7 +70,8 @@ def planned(model):
 
         def plan(card=1 << 30, more=0, **settings):
             there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
-            return MemoryPlanner(Config.build(model=model, **settings), opened, there, more).plan()
+            request = PlanRequest(Config.build(model=model, **settings), more)
+            return needed(plan_of(request, opened, there))
 
         yield plan
 

@@ -5,23 +5,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving import settle, started
-from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers
+from shapes import BITS, FIVE, N_EXPERT, N_LAYERS, five_tiers, least_of, policy_of
 
 from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.pools import slot_sizes
 from orchestrator.allocation.slots import ModelShape
-from orchestrator.errors import BudgetError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import TierOffer
 from orchestrator.policy.mixed import Mixed, exchanges, moves, nominal, weights
 
 
-def make(shape, **options):
-    return Mixed(shape, Mixed.Settings(**options))
+def make(shape, budget=1 << 40, hotness=None, losses=None, **options):
+    known = {"hotness": hotness, "losses": losses}
+    return policy_of(Mixed, shape, Mixed.Settings(**options), budget=budget, **known)
 
 
 def told(policy, counts, resident, target):
-    return policy.step_done(
+    return policy.on_step(
         StepReport(Phase.DECODE, 1, 1.0, counts.astype(np.uint32), resident, target)
     )
 
@@ -36,19 +36,14 @@ def middle(shape):
 def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     """Its slots hold every expert where it starts; of two budgets the larger one loses less."""
     shape = five_tiers(odd)
-    policy = make(shape)
     rng = np.random.default_rng(tenths)
-    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
-    with pytest.raises(BudgetError) as caught:
-        policy.plan(0)
-    least = caught.value.needed_bytes
-    assert policy.plan(least).total_bytes <= least
-    with pytest.raises(BudgetError):
-        policy.plan(least - 1)
+    hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
+    least = least_of(Mixed, shape)
     budget = least + tenths * shape.all_slot_bytes(4) // 10
-    before = lost(policy.weighted, started(policy))
-    plan = policy.plan(budget)
-    tiers = started(policy)
+    smallest = make(shape, least, hotness)
+    before = lost(smallest.weighted, started(smallest))
+    policy = make(shape, budget, hotness)
+    plan, tiers = policy.placement.slots, started(policy)
     assert plan.total_bytes <= budget
     whole = shape.all_slot_bytes(0)
     assert min(budget, whole) - plan.total_bytes < shape.expert_slot_bytes(3, 0)
@@ -82,22 +77,19 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
 def test_it_is_the_hulls_allocation_of_use_times_loss():
     """What nobody used is not worth nothing, and without a loss table losses are nominal."""
     shape = five_tiers()
-    policy = make(shape)
     rng = np.random.default_rng(1)
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
     hotness[0, 3] = 0
     losses = np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 4, axis=2)
-    policy.set_hotness(hotness)
-    policy.set_losses(losses)
-    plan = policy.plan(middle(shape))
-    tiers = started(policy)
+    policy = make(shape, middle(shape), hotness, losses)
+    plan, tiers = policy.placement.slots, started(policy)
     hull = Hull(weights(hotness)[..., None] * losses, slot_sizes(shape))
     n_bytes = int(np.take_along_axis(slot_sizes(shape), tiers.astype(int), axis=1).sum())
     reserve = 1 * shape.expert_slot_bytes(0, 4)
     assert n_bytes + reserve == plan.total_bytes
     assert lost(policy.weighted, tiers) == pytest.approx(lost(policy.weighted, hull.at(n_bytes)))
     assert weights(hotness)[0, 3] > 0
-    assert (policy.losses == losses).all() and make(shape).losses is None
+    assert (policy.placement.losses == losses).all() and make(shape).placement.losses is None
     assert nominal(shape)[0, 0] == pytest.approx(0.25 ** np.array(BITS))
 
 
@@ -105,11 +97,11 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     """After some intervals the allocation is as good as any with as many experts in each tier, but
     for the hysteresis; nothing is asked for that has no slot, and everything comes to rest."""
     shape = five_tiers()
-    policy = make(shape, update_steps=1, hotness_decay=0.5, hysteresis=0.0)
     rng = np.random.default_rng(5)
-    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 3)
-    plan = policy.plan(middle(shape))
-    resident = started(policy)
+    hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
+    asked = {"update_steps": 1, "hotness_decay": 0.5, "hysteresis": 0.0}
+    policy = make(shape, middle(shape), hotness, **asked)
+    plan, resident = policy.placement.slots, started(policy)
     counts = np.bincount(resident.ravel(), minlength=5)
     other = rng.integers(0, 100, (N_LAYERS, N_EXPERT)) ** 2
     first = policy.weighted
@@ -135,10 +127,9 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed):
     """By whatever route, also where all that is wanted is blocked by full pools."""
     rng = np.random.default_rng(seed)
     shape = five_tiers(odd=bool(seed % 2))
-    policy = make(shape)
-    policy.set_hotness(rng.random((N_LAYERS, N_EXPERT)) ** 4)
-    plan = policy.plan(int(shape.all_slot_bytes(4) * rng.uniform(2.2, 4)))
-    resident = started(policy)
+    hotness = rng.random((N_LAYERS, N_EXPERT)) ** 4
+    policy = make(shape, int(shape.all_slot_bytes(4) * rng.uniform(2.2, 4)), hotness)
+    plan, resident = policy.placement.slots, started(policy)
     pools = policy._pools
     wanted = resident.copy()
     for some in (slice(0, N_LAYERS - 1), slice(N_LAYERS - 1, None)):

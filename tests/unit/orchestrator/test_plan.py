@@ -100,12 +100,12 @@ def test_everything_fits(models, name, tier):
 def test_choices(models, settings, policy, tiers):
     plan = plan_for(models["three"], **settings)
     assert plan.managed
-    assert (plan.policy.name, plan.tier_names) == (policy, tiers)
+    assert (plan.placement.name, plan.tier_names) == (policy, tiers)
 
 
 def test_two_files_are_high_and_low(models):
     plan = plan_for(models["pair"], low=models["low"].path)
-    assert (plan.policy.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
+    assert (plan.placement.name, plan.tier_names) == ("dymoe", ("q8_0", "q2_k"))
     lossless = plan_for(models["pair"], low=models["low"].path, retention=1.0)
     assert lossless.tier_names == ("q8_0",)
 
@@ -114,7 +114,7 @@ def test_too_little_memory_is_managed(models):
     """One precision is lossless, and lower ones are not."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
-    assert (plan.policy.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
+    assert (plan.placement.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
     assert plan.slots.total_bytes <= plan.budget_bytes <= model.tier_bytes[0] // 2
     assert plan.total_bytes <= plan.ram_bytes
     for settings in ({"low_tier": "skip"}, {"low_tier": "q2_k"}):

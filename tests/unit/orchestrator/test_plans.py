@@ -28,9 +28,8 @@ from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan_memory
+from orchestrator.memory.plan import MemoryPlan, PlanRequest, plan, plan_memory
 from orchestrator.policy import ALLOWED_LOSS
-from orchestrator.policy.base import SpendsLoss
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
@@ -96,8 +95,8 @@ class Played(Planner):
         if self.losses.of_file[1]:
             raise ConfigError(self.losses.of_file[1])
 
-    def _plan(self, config, more_scratch=0):
-        return plan_memory(config, self._model, self.machine)
+    def _try(self, config, more_scratch=0):
+        return plan(PlanRequest(config), self._model, self.machine)
 
     def times(self, measures=True):
         return nullcontext(self._times)
@@ -146,7 +145,7 @@ def found(model):
 def test_all_policies_and_uniform_types_are_on_it(model, found):
     """Without a loss that is allowed the usual plan is taken, whatever is faster."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
-    assert usual.policy is not None and found.taken.policy == usual.policy.name
+    assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
     assert found.why.endswith("lossless, as nothing less is asked for.")
@@ -199,7 +198,7 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
     assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
     plan = plan_memory(runs, model, Machine(1 << 36))
-    name = plan.policy.name if plan.policy else "plain"
+    name = plan.placement.name if plan.placement else "plain"
     assert name == found.taken.policy
     assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
     # A policy that spends a loss gets what its best tier leaves of it.
@@ -283,7 +282,7 @@ class Skipping(Takes):
     """What may be skipped takes half of the time."""
 
     def token_s(self, cells=0):
-        spends = isinstance(self.plan.policy, SpendsLoss)
+        spends = self.plan.placement.spends is not None if self.plan.placement else False
         return super().token_s(cells) * (0.5 if spends else 1.0)
 
 
@@ -402,12 +401,12 @@ def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
 def test_a_chat_runs_what_plan_marks(model, dymoe_takes, asked, policy):
     class TakesLonger(Takes):
         def token_s(self, cells=0):
-            name = self.plan.policy.name if self.plan.policy else "plain"
+            name = self.plan.placement.name if self.plan.placement else "plain"
             return super().token_s() * (dymoe_takes if name != "lru" else 1.0)
 
     played = Played(model, Nats())
     played._times.of_plan = lambda plan, *_: TakesLonger(plan)
     played.losses.spent = lambda names: None
     config = ask(model, 0.5, **{"conversations": True, **asked})
-    assert played.compared(config).plan.policy.name == policy
+    assert played.compared(config).plan.placement.name == policy
     assert played.frontier(config).taken.policy == policy

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from shapes import placed
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan
@@ -217,11 +218,10 @@ def test_two_tiers_in_slots_of_their_own():
 def test_hot_experts_that_stay_high_are_not_missed():
     """One is in a high slot for good; the others share too few low ones."""
     shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
-    policy = DynaExq(shape)
-    policy.plan(350)
+    policy = placed(DynaExq, shape, budget=350)
     assert policy.caching and policy.capacity.tolist() == [1] and policy.cached.tolist() == [5]
     uses = chances(np.array([[1.0, 30.0, 1.0, 1.0, 1.0, 40.0, 1.0, 1.0]]), 2)
-    mix = policy.asked_mix(uses)
+    mix = policy.fractions(uses)
     assert mix[0, :, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0] and (mix.sum(axis=2) == 1).all()
     slots = SlotPlan((SlotGroup(100, 1), SlotGroup(50, 5)), {(0, 0, 0): 0, (0, 0, 1): 1})
     there = cached(shape, slots, uses, mix)
@@ -229,7 +229,7 @@ def test_hot_experts_that_stay_high_are_not_missed():
     rest = np.delete(uses[0], 5)
     found = (2 - rest.sum() + (rest * recently_used(rest, 5)).sum()) / 2
     assert there.hit_rate == pytest.approx(found)
-    mean = policy.asked_mix(np.ones((1, 8))).mean(axis=1)
+    mean = policy.fractions(np.ones((1, 8))).mean(axis=1)
     alike = cached(shape, slots, uses, np.tile(mean, (1, 8, 1)))
     assert alike.hit_rate < there.hit_rate - 0.05
 

@@ -10,16 +10,18 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
-from orchestrator.policy.base import WaitsBeforeAnswer
+from orchestrator.policy.base import Wants
 from orchestrator.runtime.driver import Driver
 
 LOW, HIGH = (np.full((1, 1), tier, np.uint8) for tier in (1, 0))
 
 
-class Wants(WaitsBeforeAnswer):
+class Asking:
     """Asks for one expert."""
 
-    def before_answer(self, resident, target):
+    wants = Wants(waits=True)
+
+    def warm(self, resident, target):
         return [(0, 0, 0)] if (resident == LOW).all() else None
 
 
@@ -70,7 +72,7 @@ def limits(driver):
     (limits, None, 1, "press", KeyboardInterrupt),
 )
 def test_every_wait_ends(waits, looks, loading, act, ends):
-    driver = Driver(Wants(), FakeStore(looks, loading), lambda: None)
+    driver = Driver(Asking(), FakeStore(looks, loading), lambda: None)
     if act is not None:
         driver._pause = press if act == "press" else lambda: driver.cancel(True)
     error = NativeError if isinstance(ends, str) else ends

@@ -23,11 +23,10 @@ from gguf_tools.file.layout import DOWN, GATE, UP
 from orchestrator.allocation.slots import Rules
 from orchestrator.events import SKIP, Phase
 from orchestrator.lab.replay.file import read_trace, write_trace
-from orchestrator.lab.replay.simulate import Compute, Setup, Transport, foreseen, set_up, simulate
+from orchestrator.lab.replay.simulate import Compute, Transport, foreseen, set_up, simulate
 from orchestrator.lab.replay.trace import ENDS, PROMPT_ENDS, STARTS, Trace
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import policy_class
-from orchestrator.policy.base import SpendsLoss, WaitsBeforeAnswer
 
 FOLDER = Path(__file__).parent / "golden"
 RUN, DECISIONS = FOLDER / "run.npz", FOLDER / "decisions.json"
@@ -195,12 +194,8 @@ class Listener:
         self._digest = hashlib.sha256()
         self._tiers = [*policy.shape.tiers]
         self.sums: Counter[str] = Counter()
-        self._decide, self._start, self._done = policy.decide, policy.start, policy.step_done
-        policy.decide, policy.start = self.decide, self.start
-        policy.step_done = self.step_done
-        if isinstance(policy, WaitsBeforeAnswer):
-            self._before = policy.before_answer
-            policy.before_answer = self.before_answer
+        self._decide, self._warm, self._told = policy.decide, policy.warm, policy.on_step
+        policy.decide, policy.warm, policy.on_step = self.decide, self.warm, self.on_step
 
     @property
     def digest(self):
@@ -226,15 +221,12 @@ class Listener:
         self.sums["moved"] += len(moves)
         return moves
 
-    def start(self):
-        return self._moved(self._start())
-
-    def step_done(self, report):
-        return self._moved(self._done(report))
-
-    def before_answer(self, *states):
-        moves = self._before(*states)
+    def warm(self, *states):
+        moves = self._warm(*states)
         return None if moves is None else self._moved(moves)
+
+    def on_step(self, report):
+        return self._moved(self._told(report))
 
 
 def decided(library, trace, row):
@@ -244,12 +236,10 @@ def decided(library, trace, row):
     in_use = tuple(TIERS.index(each) for each in tiers if each != SKIP_NAME)
     budget = int(share * EVERY * EXPERT_BYTES[in_use[0]])
     rules = Rules(skip=SKIP_NAME in tiers)
-    made = set_up(trace, policy, budget, policy.Settings.of(settings), in_use, rules, threads=2)
     estimate = foreseen(trace, in_use, None)
-    if isinstance(made.policy, SpendsLoss):
-        made.policy.set_estimate(estimate)
-    heard = Listener(made.policy)
-    setup: Setup = replace(made, estimate=estimate)
+    asked = policy.Settings.of(settings)
+    setup = set_up(trace, policy, budget, asked, in_use, rules, threads=2, estimate=estimate)
+    heard = Listener(setup.policy)
     outcome = simulate(library, trace, setup, Transport(4096 * 10**5, 20, 2), Compute(60.0, 60.0))
     stats = outcome.stats
     moved = {"hits": sum(stats.hits), "read": sum(stats.demand_bytes) + sum(stats.prefetch_bytes)}

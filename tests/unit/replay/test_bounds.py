@@ -12,6 +12,7 @@ from orchestrator.events import Phase
 from orchestrator.lab.replay.figures import belady, fewest_misses
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
 from orchestrator.memory.footprint import model_shape
+from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 
 EXPERT = 16384  # slot bytes of one expert, all kinds
@@ -22,7 +23,7 @@ COMPUTE = Compute(50.0, 50.0)
 def optimum(trace, n_experts):
     """With slots for so many experts, shared by all layers."""
     shape = model_shape(trace, (0,))
-    return belady(trace, shape, LRU(shape).plan(n_experts * EXPERT), 0)
+    return belady(trace, shape, place(LRU, shape, budget_bytes=n_experts * EXPERT).slots, 0)
 
 
 def best_of_all(events, capacity):
@@ -116,7 +117,7 @@ def test_slot_sizes_are_pools_of_their_own():
     slices = trace.arrays["slices"]
     slices[1, DOWN, 0, 2] *= 2
     shape = model_shape(trace, (0,))
-    slots = LRU(shape).plan(2 * EXPERT)
+    slots = place(LRU, shape, budget_bytes=2 * EXPERT).slots
     assert len(slots.groups) == 4
     found = belady(trace, shape, slots, 0)
     ups = sum(g.n_slots for g in slots.groups if g.slot_bytes == 4096)

@@ -20,6 +20,7 @@ from orchestrator.lab.bench.cases import (
 )
 from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
 from orchestrator.memory.footprint import model_shape
+from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 
 DECODE_MS = dict(zip(PAPER, (100.0, 50.0, 40.0, 45.0, 25.0, 20.0), strict=True))
@@ -39,8 +40,8 @@ def test_rows_differ_in_one_part_each():
 
 def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
     model = ExpertModel.open(synthetic.write(tmp_path / "m.gguf", "tiny-olmoe"))
-    policy = LRU(model_shape(model, (0,)))
-    groups = policy.plan(token_slot_bytes(policy.shape)).groups
+    shape = model_shape(model, (0,))
+    groups = place(LRU, shape, budget_bytes=token_slot_bytes(shape)).slots.groups
     assert {group.n_slots for group in groups} == {model.n_expert_used}
 
 
