@@ -39,8 +39,8 @@ _MAX_GEN_TOKENS = 256
 
 @register_model("moe-edge")
 class MoeEdgeLM(TemplateLM):
-    """Answers lm_eval's three questions with one loaded model: the log-likelihood of a continuation,
-    that of a whole text, and what the model would write."""
+    """A loaded model for lm_eval, which asks for the log-likelihood of a continuation, that of a whole
+    text, and generated text."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject):
     assert [np.flatnonzero(row == 0).tolist() for row in resident] == high.tolist()
     for n_high, tier in ((subject.n_expert, subject.high), (0, subject.low)):
         row = fixed(subject, n_high, None)
-        with subject.open(subject.uniform(tier)) as runtime, runtime.evaluator() as e:
+        with subject.open(subject.uniform(tier)) as e:
             alone = subject.score(e, "")
         assert np.array_equal(row.text.nll, alone.text.nll)
         assert row.high == (1.0 if n_high else 0.0)
