@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import unpatched
-from answering import evaluated, first_logits
+from answering import answered, evaluated, first_logits
 from killing import calls_of, killed
 from repacking import repack
 
@@ -22,7 +22,9 @@ from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.memory.shared import CELL_STEP
 from orchestrator.native import host_memory, touched_memory
+from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, greedy, opened, run_program, until
 from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
@@ -314,28 +316,29 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
     least = smallest_budget(model, policy="lru")
 
     def talking(kept):
-        return opened(model, **options(policy="lru", expert_ram=least, prompt_cache=kept))
+        config = build(model, **options(policy="lru", expert_ram=least, prompt_cache=kept))
+        return Runtime.open(config, answering=Answering(reads_ahead=False), say=said.append)
 
     def talk():
-        with talking(folder) as runtime, runtime.evaluator() as e:
-            evaluated(e, PROMPT)
-            evaluated(e, OTHER)
+        with talking(folder) as runtime:
+            evaluated(runtime, PROMPT)
+            evaluated(runtime, OTHER)
 
-    with talking(None) as runtime, runtime.evaluator() as e:
-        evaluated(e, PROMPT)
-        more = [*e.inside.loaded.steps.cached, *ANSWER]
-        continued = first_logits(e, more)
-    with talking(None) as runtime, runtime.evaluator() as e:
-        new = first_logits(e, more)
+    said = []
+    with talking(None) as runtime:
+        more = [*PROMPT, *answered(runtime, PROMPT)["tokens"][:-1], *ANSWER]
+        continued = first_logits(runtime, more)
+    with talking(None) as runtime:
+        new = first_logits(runtime, more)
     total = calls_of(talk, PUTS_AWAY)
     n_read = []
     for at in (total // 20, total * 2 // 3, total):
         shutil.rmtree(folder)
         assert killed(talk, at, PUTS_AWAY)
-        with talking(folder) as runtime, runtime.evaluator() as e:
-            found = first_logits(e, more)
-            assert engine.prompt_notes() == []
-            n_read.append(engine.last_stats.evaluated_tokens)
+        with talking(folder) as runtime:
+            n_read.append(evaluated(runtime, more, 1))
+            found = runtime.inside.context.logits().copy()
+        assert said == []
         np.testing.assert_array_equal(found, new if n_read[-1] == len(more) else continued)
     assert n_read == [len(more), len(ANSWER), len(ANSWER)]
 

@@ -275,7 +275,11 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     asked |= {"model": high, "low": low, "ctx": 256, "threads": 1}
     examine(Config.build(**asked), CheckOptions(tokens=5, verify=False), lambda *_: None)
     *compared, last = jobs
-    assert not any(each.chosen or each.settings["conversations"] for each in compared)
+    assert not any(each.chosen for each in compared)
+    # llama.cpp's own path is loaded as for a chat, and says what a chat makes of words
+    assert all(each.settings["conversations"] == each.answers for each in compared)
+    loaded_as_a_chat = [each.settings["policy"] for each in jobs if each.answers]
+    assert loaded_as_a_chat == ["plain", "lru"]
     told = {name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")}
     assert told == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own, "conversations": True}
     assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings

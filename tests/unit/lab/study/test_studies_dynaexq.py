@@ -48,23 +48,20 @@ def subject(model, text):
 def fixed(subject, n_high, used):
     """The text with a hot set that never changes."""
     settings = Residency(subject).settings(n_high, **NEVER)
-    with subject.open(settings, used) as runtime, runtime.evaluator() as e:
+    with subject.open(settings, used) as e:
         return subject.score(e, "")
 
 
 def test_what_hotness_says_is_high_is_resident_and_computed(subject):
     scores = subject.random_uses(seed=3)
-    with (
-        subject.open(Residency(subject).settings(3, **NEVER), scores) as runtime,
-        runtime.evaluator() as e,
-    ):
+    with subject.open(Residency(subject).settings(3, **NEVER), scores) as e:
         assert subject.score(e, "").slot_bytes == Residency(subject).budget_bytes(3)
         resident = e.inside.store.resident()
     high = np.sort(np.argsort(-scores, axis=1)[:, :3], axis=1)
     assert [np.flatnonzero(row == 0).tolist() for row in resident] == high.tolist()
     for n_high, tier in ((subject.n_expert, subject.high), (0, subject.low)):
         row = fixed(subject, n_high, None)
-        with subject.open(subject.uniform(tier)) as runtime, runtime.evaluator() as e:
+        with subject.open(subject.uniform(tier)) as e:
             alone = subject.score(e, "")
         assert np.array_equal(row.text.nll, alone.text.nll)
         assert row.high == (1.0 if n_high else 0.0)
