@@ -2,14 +2,12 @@
 is refused in one sentence, and the next request is answered."""
 
 import resource
-from threading import Thread
 
 import pytest
 
 from orchestrator.errors import NativeError
 
-from .conftest import HANG_S
-from .servers import MIB, ask, posted, serving
+from .servers import MIB, ask, posted, serving, whole
 
 DEEP, MUCH = "nested too deeply", "takes too much work"
 REPEATED, LARGE, REFUSED = "more often than it may", "come to too much", "the grammar is refused"
@@ -123,14 +121,10 @@ def test_a_usual_schema_is_kept(runtime, name, capfd):
 def test_a_client_that_leaves_ends_the_work_on_its_schema(runtime):
     """400 prompts are as many conversions; without an end they take a minute."""
     many = {"prompt": ["One"] * 400, "n_predict": 1, "json_schema": properties(60)}
-    request = posted(runtime, "/completion", **many)
-    request.cancel()
-    thread = Thread(target=request.run)
-    thread.start()
-    thread.join(HANG_S)
-    assert not thread.is_alive()
-    text, is_all = request.take()
-    assert is_all and request.status == 400 and b"given up" in text
+    answer = posted(runtime, "/completion", **many)
+    answer.cancel()
+    status, text = whole(answer)
+    assert status == 400 and b"given up" in text
 
 
 def peak_bytes():

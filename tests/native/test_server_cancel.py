@@ -2,12 +2,11 @@
 
 import json
 import threading
-from contextlib import contextmanager
 
 import pytest
 
 from .conftest import HANG_S
-from .servers import MIB, answered, ask, broken, serving
+from .servers import MIB, answered, ask, broken, posted, serving, whole
 
 DYMOE = {"policy": "dymoe", "expert_ram": 16 * MIB, "ubatch": 64, "ctx": 1024}
 WORDS = "Norway Peru Japan Kenya Spain Chile Egypt India".split()
@@ -19,9 +18,9 @@ def text_of(n_words, first=0):
 
 
 def on_sequence(runtime, sequence, **data):
-    """A request for greedy text that takes a sequence, and has not begun."""
+    """The answer to a request for greedy text that takes a sequence, and has begun."""
     body = {"temperature": 0, "ignore_eos": True, **data}
-    return runtime.request("/v1/completions", json.dumps(body).encode(), [sequence])
+    return posted(runtime, "/v1/completions", [sequence], **body)
 
 
 class Held:
@@ -48,17 +47,18 @@ class Held:
         self.at = self.calls + in_calls + 1
 
 
-@contextmanager
-def cancelled_at_hold(held, request):
-    """Runs a request on a thread, and cancels it while the policy is held inside of a step."""
-    thread = threading.Thread(target=request.run)
-    thread.start()
+def cancel_at_hold(held, answer):
+    """Cancels an answer while the policy is held inside of a step."""
     assert held.reached.wait(HANG_S)
-    yield
-    request.cancel()
+    answer.cancel()
     held.go_on.set()
-    thread.join(HANG_S)
-    assert not thread.is_alive()
+    answer.close()
+
+
+def empty(runtime):
+    """Every sequence forgets what it holds."""
+    with runtime.evaluator():
+        pass
 
 
 def cached(answer):
@@ -67,12 +67,11 @@ def cached(answer):
 
 def test_a_cancel_ends_the_micro_batch_and_keeps_those_before_it(monkeypatch):
     with serving(**DYMOE) as runtime:
-        n_layers = runtime.engine.model.n_layers
-        held = Held(runtime.engine.policy, monkeypatch)
+        n_layers = runtime.model.n_layers
+        held = Held(runtime.inside.policy, monkeypatch)
         held.hold(2 * n_layers + 1)  # in the third micro-batch of 64 tokens
         prompt = text_of(120)
-        with cancelled_at_hold(held, on_sequence(runtime, 0, prompt=prompt, max_tokens=4)):
-            pass
+        cancel_at_hold(held, on_sequence(runtime, 0, prompt=prompt, max_tokens=4))
         assert held.calls == held.at  # no other layer of that micro-batch was computed
         answer = answered(runtime, prompt=prompt, max_tokens=4)
         assert cached(answer) == 128
@@ -82,15 +81,14 @@ def test_a_cancel_ends_the_micro_batch_and_keeps_those_before_it(monkeypatch):
 
 def test_a_cancelled_answer_keeps_its_prompt(monkeypatch):
     with serving(**DYMOE) as runtime:
-        n_layers = runtime.engine.model.n_layers
-        held = Held(runtime.engine.policy, monkeypatch)
+        n_layers = runtime.model.n_layers
+        held = Held(runtime.inside.policy, monkeypatch)
         prompt = text_of(10)
         n_steps = -(-answered(runtime, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"] // 64)
-        runtime.forget(0)
+        empty(runtime)
         held.hold(n_layers * (n_steps + 4))
         data = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        with cancelled_at_hold(held, on_sequence(runtime, 0, **data)):
-            pass
+        cancel_at_hold(held, on_sequence(runtime, 0, **data))
         assert held.calls == held.at
         answer = answered(runtime, **data)
         n_prompt = answer["usage"]["prompt_tokens"]
@@ -103,7 +101,7 @@ def test_a_cancelled_answer_keeps_its_prompt(monkeypatch):
 def test_a_step_that_fails_keeps_the_conversation(monkeypatch, is_answer):
     with serving(**DYMOE) as runtime:
         first = answered(runtime, prompt=text_of(40), max_tokens=4)["usage"]
-        policy = runtime.engine.policy
+        policy = runtime.inside.policy
         prompt = text_of(40) + text_of(1 if is_answer else 60, 900)
         with monkeypatch.context() as patched:
             patched.setattr(policy, "decide", broken)
@@ -119,30 +117,22 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
     data = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     with serving(2, **settings) as runtime:
         alone = [answered(runtime, prompt=text, **data)["choices"][0]["text"] for text in texts]
-        for sequence in range(2):
-            runtime.forget(sequence)
-        held = Held(runtime.engine.policy, monkeypatch)
+        empty(runtime)
+        held = Held(runtime.inside.policy, monkeypatch)
         held.hold(0)
         # the first request's own step is held, so that both of the others come in one step
         opening = on_sequence(runtime, 0, prompt="Hello", max_tokens=1)
-        opener = threading.Thread(target=opening.run)
-        opener.start()
         assert held.reached.wait(HANG_S)
         requests = [on_sequence(runtime, n, prompt=text, **data) for n, text in enumerate(texts)]
-        threads = [threading.Thread(target=each.run) for each in requests]
-        for thread in threads:
-            thread.start()
         held.go_on.set()
-        opener.join(HANG_S)
+        opening.close()
         gone, stays = (0, 1) if cancelled_first else (1, 0)
         held.hold(1)
         assert held.reached.wait(HANG_S)
         requests[gone].cancel()
         held.go_on.set()
-        for thread in threads:
-            thread.join(HANG_S)
-            assert not thread.is_alive()
-        status, text = requests[stays].status, requests[stays].take()[0]
+        requests[gone].close()
+        status, text = whole(requests[stays])
         assert status == 200
         assert json.loads(text)["choices"][0]["text"] == alone[stays]
-        runtime.engine.store.check()
+        runtime.inside.store.check()

@@ -2,24 +2,38 @@
 
 import json
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from served import server_library
+from waiting import wait_until
 
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import ABSENT, Phase
-from orchestrator.runtime.driver import Driver
-from orchestrator.runtime.engine import Engine
 from orchestrator.runtime import runtime as runtime_module
-from orchestrator.serve.runtime import server_config
+from orchestrator.runtime.driver import Driver
+from orchestrator.runtime.load import Loader
+from orchestrator.runtime.runtime import Runtime
+from orchestrator.serve.bodies import Words
 from orchestrator.serve.schemas import GENERATING, QUICK, READ
+from orchestrator.serve.served import Served
+from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import OLLAMA_CHAT, OLLAMA_GENERATE
 
 from .conftest import HANG_S
-from .servers import MIB, PROMPT, answered, ask, broken, config, posted, serving
+from .servers import (
+    MIB,
+    PROMPT,
+    answered,
+    ask,
+    broken,
+    config,
+    posted,
+    server_config,
+    serving,
+    whole,
+)
 
 N = 24
 LRU = {"policy": "lru", "high_tier": "q8_0", "expert_ram": 12 * MIB}
@@ -27,21 +41,12 @@ DYMOE = {"policy": "dymoe", "expert_ram": 16 * MIB}
 STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 
 
-@contextmanager
-def running(request):
-    """A thread computes the answer, and has ended behind the block."""
-    thread = threading.Thread(target=request.run)
-    thread.start()
-    yield
-    thread.join(HANG_S)
-    assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
 def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
     settings = settings | {"use_extra_bufts": False}
-    with Engine.open(server_config(config(**settings), 1)) as engine:
-        logits = engine.eval(engine.tokenize(PROMPT), 0)[-1].astype(np.float64)
+    made = server_config(config(**settings))
+    with Runtime.open(made) as runtime, runtime.evaluator() as evaluator:
+        logits = evaluator.eval(evaluator.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
     with serving(**settings) as runtime:
         answer = answered(runtime, prompt=PROMPT, max_tokens=N, logprobs=5)
@@ -58,12 +63,13 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
 def test_every_policy_decides_for_the_server(policy):
     less = {"low_tier": "q2_k"} if policy == "dymoe" else {}
     with serving(2, policy=policy, expert_ram=16 * MIB, **less) as runtime:
-        costs = runtime.costs()
-        answered(runtime, prompt=PROMPT, max_tokens=N)
-        counted = costs()
+        asked = {"prompt": PROMPT, "max_tokens": N, "temperature": 0}
+        answer = posted(runtime, "/v1/completions", **asked)
+        assert whole(answer)[0] == 200
+        counted = answer.costs()
         assert len(counted["mix"]) > 1 and abs(sum(counted["mix"].values()) - 1) < 1e-6
         assert counted["policy"] == policy and counted["bytes_read"] >= 0
-        runtime.engine.store.check()
+        runtime.inside.store.check()
         results = []
 
         def one_more():
@@ -75,7 +81,7 @@ def test_every_policy_decides_for_the_server(policy):
         for thread in threads:
             thread.join()
         assert results == [200] * 3
-        runtime.engine.store.check()
+        runtime.inside.store.check()
 
 
 def test_it_answers_what_is_declared():
@@ -96,58 +102,57 @@ def test_a_stream_and_its_usage():
 def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch):
     with serving(**DYMOE) as runtime:
         with monkeypatch.context() as patched:
-            patched.setattr(runtime.engine.policy, "decide", broken)
-            status, body = ask(runtime, "/v1/completions", prompt=PROMPT, max_tokens=4)
-        assert status == 500 and "Compute error." in body["error"]["message"]
-        assert runtime.failure() == "the policy failed: RuntimeError: no idea"
+            patched.setattr(runtime.inside.policy, "decide", broken)
+            answer = posted(runtime, "/v1/completions", prompt=PROMPT, max_tokens=4)
+            status, text = whole(answer)
+        assert status == 500 and b"Compute error." in text
+        assert answer.failure() == "the policy failed: RuntimeError: no idea"
         assert answered(runtime, prompt=PROMPT, max_tokens=4)["choices"]
-        assert runtime.failure() is None
+        assert answer.failure() is None
 
 
 def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
     """A step with a prompt may take a minute, and who watches the server asks every few seconds."""
     reading, go_on = threading.Event(), threading.Event()
     with serving(**DYMOE) as runtime:
-        decide = runtime.engine.policy.decide
+        decide = runtime.inside.policy.decide
 
         def held(*event):
             reading.set()
             go_on.wait()
             decide(*event)
 
-        monkeypatch.setattr(runtime.engine.policy, "decide", held)
-        request = posted(runtime, "/v1/completions", prompt=PROMPT, max_tokens=1)
+        monkeypatch.setattr(runtime.inside.policy, "decide", held)
+        answer = posted(runtime, "/v1/completions", prompt=PROMPT, max_tokens=1)
         said = []
-        metrics = runtime.request("/metrics", b"")
+        metrics = runtime.query("/metrics")
         asking = threading.Thread(target=lambda: said.append(metrics.whole()[0]))
-        with running(request):
-            try:
-                assert reading.wait(HANG_S)
-                asking.start()
-                asking.join(120)
-                assert said == [200]
-            finally:
-                go_on.set()
-        assert request.take()[1] and request.status == 200
+        try:
+            assert reading.wait(HANG_S)
+            asking.start()
+            asking.join(120)
+            assert said == [200]
+        finally:
+            go_on.set()
+        assert whole(answer)[0] == 200
 
 
 def test_a_cancel_ends_the_work_and_keeps_what_was_read():
     with serving(**LRU) as runtime:
         seen = threading.Event()
         steps = []
-        driver = runtime.engine.driver
+        driver = runtime.inside.driver
 
         def counting(step):
             driver.step_done(step)
             steps.append(step.n_tokens)
             seen.set()
 
-        runtime.engine.store.set_step_done(counting)
+        runtime.inside.store.set_step_done(counting)
         data = {"prompt": "word " * 400, "temperature": 0}
-        request = posted(runtime, "/v1/completions", max_tokens=100, **data)
-        with running(request):
-            assert seen.wait(HANG_S)
-            request.cancel()
+        answer = posted(runtime, "/v1/completions", max_tokens=100, **data)
+        assert seen.wait(HANG_S)
+        answer.close()
         read = sum(steps)
         usage = answered(runtime, max_tokens=1, **data)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
@@ -155,28 +160,30 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read():
 
 def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
     """What it makes is in memory until then; the sequence is free afterwards."""
-    monkeypatch.setattr(backend_module, "AHEAD_BYTES", 4000)
+    monkeypatch.setattr(runtime_module, "AHEAD_BYTES", 4000)
     with serving(policy="plain") as runtime:
-        request = posted(runtime, "/v1/completions", max_tokens=200, **STREAM)
-        with pytest.raises(NativeError, match="too far behind"):
-            request.run()
-        text, is_all = request.take()
+        answer = posted(runtime, "/v1/completions", max_tokens=200, **STREAM)
+        wait_until(lambda: answer.has_ended)
+        text, is_all = answer.take()
+        answer.close()
+        assert isinstance(answer.error, NativeError) and "too far behind" in str(answer.error)
         assert is_all and 4000 < len(text) < 8000 and b"[DONE]" not in text
         assert answered(runtime, prompt=PROMPT, max_tokens=1)["choices"]
 
 
 def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     """As on a GPU, where a step with a prompt comes before the first request."""
-    real = Engine.__init__
+    real = Loader.load
 
-    def warmed(engine, *args):
-        real(engine, *args)
-        engine._loaded.warm_up()
+    def warmed(loader, *args):
+        loaded = real(loader, *args)
+        loaded.warm_up()
+        return loaded
 
-    monkeypatch.setattr(Engine, "__init__", warmed)
+    monkeypatch.setattr(Loader, "load", warmed)
     with serving(**LRU) as runtime:
         answered(runtime, prompt=PROMPT, max_tokens=N)
-        assert runtime.engine.store.stats().requests[Phase.DECODE] > 0
+        assert runtime.inside.store.stats().requests[Phase.DECODE] > 0
 
 
 @pytest.mark.parametrize(
@@ -194,19 +201,19 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
         on_route(driver, event)
 
     monkeypatch.setattr(Driver, "on_route", watched)
-    monkeypatch.setattr(Engine, "idle", lambda _: None)  # it reads experts as well
-    with Engine.open(server_config(config(**settings), 1)) as engine:
-        at_first = (engine.store.resident() < ABSENT).sum(axis=1)
+    monkeypatch.setattr(Driver, "idle", lambda *_: None)  # it reads experts as well
+    with Runtime.open(server_config(config(**settings))) as runtime:
+        at_first = (runtime.inside.store.resident() < ABSENT).sum(axis=1)
     with serving(**settings) as runtime:
-        engine, stats = runtime.engine, runtime.engine.store.stats()
+        inside, stats = runtime.inside, runtime.inside.store.stats()
         assert decided == []
-        assert engine.driver.steps == 0
-        assert not engine.driver.used().any()
+        assert inside.driver.steps == 0
+        assert not inside.driver.used().any()
         assert not any((*stats.requests, *stats.demand_bytes, *stats.prefetch_bytes))
-        resident = (engine.store.resident() < ABSENT).sum(axis=1)
-        assert (resident <= at_first + len(engine.plan.tier_names)).all()
+        resident = (inside.store.resident() < ABSENT).sum(axis=1)
+        assert (resident <= at_first + len(inside.plan.tier_names)).all()
         steps = []
-        engine.store.set_step_done(steps.append)
+        inside.store.set_step_done(steps.append)
         answered(runtime, prompt=PROMPT, max_tokens=1)
         assert (steps[0].starts, steps[0].ends) == ((0,), ())
 
@@ -226,7 +233,7 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
     told, steps, tokens = [], [], []
     settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
     with serving(2, **settings) as runtime:
-        driver, store = runtime.engine.driver, runtime.engine.store
+        driver, store = runtime.inside.driver, runtime.inside.store
         on_route = driver.on_route
 
         def watched(event):
@@ -239,8 +246,7 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
         for prompt in prompts:
             sequences = [0, 1] if isinstance(prompt[0], list) else [0]
             data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
-            request = runtime.request("/v1/completions", json.dumps(data).encode(), sequences)
-            status, text = request.whole()
+            status, text = whole(posted(runtime, "/v1/completions", sequences, **data))
             assert status == 200, text
     in_prompts = [step for step in steps if step.phase is Phase.PREFILL]
     assert [step.n_tokens for step in in_prompts] == sizes
@@ -251,19 +257,30 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
     assert all(phases in ({Phase.PREFILL}, {Phase.DECODE}) for phases in tokens)
 
 
+def served_of(runtime):
+    return Served(runtime, ServeSettings(), Words("gpt2", ""), lambda _: None)
+
+
 def test_a_request_that_runs_alone_may_change_the_policy():
     with serving(**DYMOE, low_tier="q2_k") as runtime:
-        policy = runtime.engine.policy
+        policy = runtime.inside.policy
         usual = policy.settings
-        runtime.go_by(runtime.settings_for({"retention": 0.25}))
+        served = served_of(runtime)
+
+        def asked(**changes):
+            settings = served.settings_for(changes)
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 4}).encode()
+            return whole(runtime.submit(body, "/v1/completions", settings=settings))[0]
+
+        assert asked(retention=0.25) == 200
         assert policy.settings == replace(usual, retention=0.25)
-        answered(runtime, prompt=PROMPT, max_tokens=4)
-        runtime.go_by(runtime.settings_for({}))
+        assert asked() == 200
         assert policy.settings == usual
         for wrong in ({"retention": 7}, {"high_tier": "q8_0"}, {"nothing": 1}, {"max_loss": 0.1}):
             with pytest.raises(ConfigError):
-                runtime.settings_for(wrong)
+                served.settings_for(wrong)
     with serving(policy="plain") as plain:
+        served = served_of(plain)
         with pytest.raises(ConfigError, match="no policy"):
-            plain.settings_for({"retention": 0.5})
-        plain.go_by(plain.settings_for({}))
+            served.settings_for({"retention": 0.5})
+        assert served.settings_for({}) is None

@@ -5,8 +5,9 @@ from orchestrator.serve.runtime import kept_prompts
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory
+from orchestrator.runtime.answering import kept_prompts
 
-from .servers import MIB, answered, ask, broken, serving
+from .servers import MIB, answered, broken, posted, serving, whole
 
 COUNTRIES = ("Norway", "Peru", "Japan", "Kenya", "Spain", "Chile")
 LRU = {"policy": "lru", "high_tier": "q4_k", "ram": 140 * MIB}
@@ -28,7 +29,7 @@ def about(runtime, country):
 )
 def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
     with serving(**LRU, cache_ram=cache_ram) as runtime:
-        assert runtime.engine.plan.prompt_bytes == cache_ram
+        assert runtime.plan.prompt_bytes == cache_ram
         for country in (COUNTRIES[0], *others):
             about(runtime, country)
         assert about(runtime, COUNTRIES[0])[0] > 40
@@ -37,7 +38,7 @@ def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
 def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
     """And may come back behind it."""
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as runtime:
-        driver, store = runtime.engine.driver, runtime.engine.store
+        driver, store = runtime.inside.driver, runtime.inside.store
         shared, most = driver.shared, 4 * MIB
         planned = sum(size * n for size, n in store.spec.groups)
 
@@ -81,7 +82,7 @@ def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
 
 def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
     with serving(**WAITS) as runtime:
-        driver = runtime.engine.driver
+        driver = runtime.inside.driver
         asked = []
         follow, wait = driver.follow, driver.before_answer
         waited = []
@@ -109,9 +110,10 @@ def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
 def test_a_policy_that_fails_before_an_answer_fails_that_answer(monkeypatch):
     with serving(**WAITS) as runtime:
         with monkeypatch.context() as patched:
-            patched.setattr(runtime.engine.driver, "before_answer", broken)
+            patched.setattr(runtime.inside.driver, "before_answer", broken)
             prompt = "Tell me about Norway, please."
-            assert ask(runtime, "/v1/completions", prompt=prompt, max_tokens=4)[0] == 500
-            assert runtime.failure() == "the policy failed: RuntimeError: no idea"
+            answer = posted(runtime, "/v1/completions", prompt=prompt, max_tokens=4)
+            assert whole(answer)[0] == 500
+            assert answer.failure() == "the policy failed: RuntimeError: no idea"
         assert about(runtime, "Norway")[1]
-        assert runtime.failure() is None
+        assert answer.failure() is None

@@ -79,7 +79,7 @@ def serving_with(folder, template):
         path.write_text(template)
     settings = {"policy": "lru", "high_tier": "q4_k", "ctx": 1024, "ram": 150 * MIB}
     with serving(template=path, **settings) as runtime:
-        yield runtime, path.read_text() if path else runtime.engine.llama.chat_template()
+        yield runtime, path.read_text() if path else runtime.vocabulary.chat_template()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

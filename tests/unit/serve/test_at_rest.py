@@ -3,34 +3,24 @@ in flight."""
 
 import asyncio
 import threading
-from contextlib import closing
 
 import pytest
 from asgi import HANG_S, ask, at_once, begun, end_of, in_a_loop
-from fake_served import quiet, state_with
 from paths import COMPLETIONS
-from served import DEMO, server_library
+from real_served import app_of, served_with
+from served import DEMO
 
 from orchestrator.config import Config
 from orchestrator.runtime.idle import Idle
-from orchestrator.serve.app import application
-from orchestrator.serve.served import Backend
-from orchestrator.serve.settings import ServeSettings
 
 ASK = {"prompt": "Tell", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
-def made(parallel=1, **settings):
+def made(**settings):
     usual = {"policy": "lru", "high_tier": "q8_0", "expert_ram": 24 * 2**20}
     sizes = {"ctx": 512, "threads": 1, "ubatch": 64}
     config = Config.build(**{"model": DEMO} | usual | sizes | settings)
-    return Backend(config, ServeSettings(parallel=parallel), server_library(), lambda *_: None)
-
-
-def app_of(served):
-    state = state_with(served, parallel=served.parallel)
-    state.gate.open(served.about.n_cells)
-    return application(state, quiet)
+    return served_with(config)
 
 
 def said(app, *asked):
@@ -39,29 +29,29 @@ def said(app, *asked):
 
 @pytest.fixture
 def served():
-    with closing(made()) as found:
+    with made() as found:
         yield found
 
 
 @pytest.fixture
 def asked_at_once(monkeypatch):
     """One that had no time for anything until now."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Idle, "start", lambda *_: None)
-        found = made()
-    with closing(found):
+    start = Idle.start
+    monkeypatch.setattr(Idle, "start", lambda *_: None)
+    with made() as found:
+        monkeypatch.setattr(Idle, "start", start)
         yield found
 
 
 def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
     """The answers are what they are without, and nothing is read for nobody beside them."""
-    driver, store, app = served.engine.driver, served.engine.store, app_of(served)
+    driver, store, app = served.runtime.inside.driver, served.runtime.inside.store, app_of(served)
     driver._idle.wait()
     assert driver.brought > 0 and store.full
     expected = said(app, ASK)
     store.check()
     other = asked_at_once
-    driver, store, app = other.engine.driver, other.engine.store, app_of(other)
+    driver, store, app = other.runtime.inside.driver, other.runtime.inside.store, app_of(other)
     beside = []
     store.set_step_done(lambda _: beside.append(driver._idle._thread))
     assert driver.brought == 0 and said(app, ASK) == expected
@@ -76,9 +66,10 @@ def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
 async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
     """Its request has ended, and its step runs on."""
     served = asked_at_once
-    driver, store = served.engine.driver, served.engine.store
+    driver, store = served.runtime.inside.driver, served.runtime.inside.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()
-    settle, seen = driver.settle, []
+    native = served.runtime._native
+    settle, seen = native.settle, []
 
     def held(_):
         in_step.set()
@@ -91,7 +82,7 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
         seen.append("idle")
 
     store.set_step_done(held)
-    monkeypatch.setattr(driver, "settle", settles)
+    monkeypatch.setattr(native, "settle", settles)
     app = app_of(served)
     client, task = begun(app, COMPLETIONS, ASK)
     loop = asyncio.get_running_loop()
@@ -105,7 +96,7 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
 
 
 def test_figures_do_not_end_it(served):
-    thread, app = served.engine.driver._idle._thread, app_of(served)
+    thread, app = served.runtime.inside.driver._idle._thread, app_of(served)
     assert thread is not None
     assert [ask(app, path).status for path in ("/metrics", "/experts", "/props")] == [200] * 3
-    assert served.engine.driver._idle._thread is thread
+    assert served.runtime.inside.driver._idle._thread is thread

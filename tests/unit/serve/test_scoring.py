@@ -17,8 +17,8 @@ from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.runtime.answering import Stopped
-from orchestrator.runtime.runtime import Runtime
 from orchestrator.runtime.evaluator import log_softmax
+from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.bodies import Words
 from orchestrator.serve.served import (
     SCORE_BYTES,

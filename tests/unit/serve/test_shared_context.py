@@ -2,23 +2,20 @@
 
 import json
 import re
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from asgi import begun, in_a_loop
-from fake_served import quiet, state_with, whole
+from fake_served import whole
 from paths import CHAT, COMPLETIONS
-from served import DEMO, server_library
+from real_served import app_of, served_with
+from served import DEMO
 from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.serve.admission import Bodies, Body
-from orchestrator.serve.app import application
 from orchestrator.serve.requests import RESERVED_TOKENS, settle_length
-from orchestrator.serve.served import Backend
-from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
 
@@ -62,42 +59,41 @@ def served():
     settings = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
     config = Config.build(model=DEMO, **settings, **sizes)
-    made = Backend(config, ServeSettings(parallel=3), server_library(), lambda *_: None)
-    with closing(made):
+    with served_with(config, parallel=3) as made:
         yield made
 
 
-def prompt(engine, topic, n):
-    return (engine.tokenize(f"Tell me about {topic}, please. ") * n)[:n]
+def prompt(model, topic, n):
+    text = f"Tell me about {topic}, please. "
+    return (model.tokenize(text, add_special=True, parse_special=True) * n)[:n]
 
 
 @in_a_loop
 async def test_more_conversations_than_the_context_holds_are_all_answered(served):
     """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
-    engine, shared = served.engine, served.engine.plan.shared
+    model, store = served.runtime.vocabulary, served.runtime.inside.store
+    shared = served.runtime.plan.shared
     assert shared is not None and served.about.n_ctx == 1024
     assert served.about.n_ctx < served.about.n_cells < 3 * served.about.n_ctx
-    state = state_with(served, parallel=3)
-    state.gate.open(served.about.n_cells)
-    app = application(state, quiet)
+    app = app_of(served)
     topics = ("Norway", "spiders", "the moon", "bread", "rivers", "Peru")
     usual = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    asked = [{"prompt": prompt(engine, topic, 840), **usual} for topic in topics]
+    asked = [{"prompt": prompt(model, topic, 840), **usual} for topic in topics]
     for _ in range(2):
         work = [begun(app, COMPLETIONS, each)[1] for each in asked]
         answers = [(await each).json() for each in work]
         assert [each["usage"]["completion_tokens"] for each in answers] == [40] * len(topics)
-        touched = touched_memory(engine.store.library)
-        held = engine.store.stats().slot_bytes
+        touched = touched_memory(store.library)
+        held = store.stats().slot_bytes
         assert held + sum(each.resident for each in touched) <= shared.n_bytes
         assert held < shared.n_bytes // 2
-        in_use = re.search(r"\((\d+) in use\)", served.picture()["mode"])
+        in_use = re.search(r"\((\d+) in use\)", served.runtime.mode)
         assert in_use and 840 <= int(in_use[1]) <= served.about.n_cells
     # What two sequences still hold stays until short prompts begin there, behind a long one.
     for topic in topics[:2]:
-        await begun(app, COMPLETIONS, {"prompt": prompt(engine, topic, 980), **usual})[1]
+        await begun(app, COMPLETIONS, {"prompt": prompt(model, topic, 980), **usual})[1]
     sizes = zip(topics[2:], (980, 12, 15), strict=False)
-    asked = [{"prompt": prompt(engine, topic, n), **usual} for topic, n in sizes]
+    asked = [{"prompt": prompt(model, topic, n), **usual} for topic, n in sizes]
     work = [begun(app, COMPLETIONS, each)[1] for each in asked]
     assert [(await each).status for each in work] == [200] * 3
-    engine.store.check()
+    store.check()
