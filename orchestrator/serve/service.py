@@ -128,7 +128,7 @@ def server_library(bindings: Bindings, is_stopping: Callable[[], bool]) -> Serve
         )
     command = [sys.executable, str(TOOL), "server", str(package)]
     # Compilers of an interrupted build would go on for minutes.
-    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+    with child(command, kill_group=True, stdout=subprocess.PIPE) as process:
         said = None
         while said is None:
             with suppress(subprocess.TimeoutExpired):
