@@ -115,7 +115,7 @@ def instructions() -> str:
             return name
     raise NotBuilt(
         f"this processor lacks {', '.join(missing)}, which the prebuilt libraries require: clone "
-        "the repository and run `make build` to compile moe-edge for this processor"
+        "the repository and compile moe-edge for this processor with `make build`"
     )
 
 

@@ -194,7 +194,10 @@ FAULTS = {
         text("config.json", "\ufeff{}"),
         "config.json: begins with a byte order",
     ),
-    "a config in UTF-16": (text("config.json", "{}", "utf-16"), "config.json: it is in UTF-16"),
+    "a config in UTF-16": (
+        text("config.json", "{}", "utf-16"),
+        "config.json: the text is in UTF-16",
+    ),
     "a list for a config": (text("config.json", "[1]"), "config.json: not a JSON object"),
     "no architecture": (config(architectures=None), "config.json: names no architecture"),
     "unknown architecture": (

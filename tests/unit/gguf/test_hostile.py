@@ -57,7 +57,10 @@ HEADERS = {
     errors.MagicError: {
         "magic": (craft(magic=b"GGML"), "b'GGML'"),
         "pickle": (b"\x80\x04\x95rest", "not a GGUF file"),
-        "lfs": (LFS, "a pointer of Git LFS, not the model: fetch that with `git lfs pull`"),
+        "lfs": (
+            LFS,
+            "this is a Git LFS pointer, not the model: run `git lfs pull` to fetch the model",
+        ),
     },
     errors.VersionError: {
         "version-0": (craft(version=0), "version 0"),
@@ -156,7 +159,7 @@ HEADERS = {
         ),
     },
     errors.TensorOverlapError: {
-        "overlap": (of(A, tensor("b", offset=96), n_bytes=512), "lies inside tensor a"),
+        "overlap": (of(A, tensor("b", offset=96), n_bytes=512), "overlaps tensor a"),
         "overlap-same": (of(A, tensor("b"), n_bytes=512), "tensor b"),
     },
 }

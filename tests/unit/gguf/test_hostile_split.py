@@ -79,11 +79,16 @@ FIRST = "m-00001-of-00003.gguf"
 # What takes the place of which parts of three, and then which is opened, which is named, and what
 # is said of it. A file of another model is one of its parts, or the model itself.
 SWAPPED = {
-    "a later part is opened": ({}, 3, 3, f"part 3 of 3; open the first part, {FIRST}"),
+    "a later part is opened": ({}, 3, 3, f"this is part 3 of 3: open the first part, {FIRST}"),
     "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
     "the first under another's name": ({2: "part 1"}, 2, 2, "named part 2 of 3, but it is part 1"),
     "of another split": ({2: "halves"}, 1, 2, "key split.count: 2, expected 3"),
-    "of another model": ({2: "larger"}, 1, 2, f"not of the model of {FIRST}: key split.t"),
+    "of another model": (
+        {2: "larger"},
+        1,
+        2,
+        f"belongs to another model than {FIRST}: key split.t",
+    ),
     "a model of its own": ({2: "whole"}, 1, 2, "key split.no is missing"),
 }
 

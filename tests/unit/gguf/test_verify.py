@@ -57,7 +57,7 @@ def test_parts_are_checked(packed, tmp_path, ggml):
     ]
     paths[1].unlink()
     assert texts(paths[0], ggml) == [
-        f"{paths[1]}: part 2 of 3 is missing; all parts of {paths[0].name} belong in one folder"
+        f"{paths[1]}: part 2 of 3 is missing: put all parts of {paths[0].name} into one folder"
     ]
 
 
