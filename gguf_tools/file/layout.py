@@ -337,8 +337,8 @@ def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
     if found is requested:
         return []
     return [
-        f"{KINDS[kind]}: {requested.tier_name} -> {found.tier_name} (rows of {n} are not a multiple of"
-        f" {BLOCK[requested].weights})"
+        f"{KINDS[kind]}: {requested.tier_name} -> {found.tier_name} (rows of {n} are not a multiple"
+        f" of {BLOCK[requested].weights})"
     ]
 
 

@@ -156,7 +156,7 @@ TEMPLATES = {
     "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     "a pipe": (os.mkfifo, "not a regular file"),
     "nothing in it": (lambda path: path.touch(), "the file is empty"),
-    "too long": (lambda path: path.write_text("x" * (1 << 20)), "more than 524,288 bytes"),
+    "too long": (lambda path: path.write_text("x" * (1 << 20)), "maximum of 524,288 bytes"),
 }
 
 

@@ -95,7 +95,7 @@ def test_refused_in_one_sentence(model, recorded, tmp_path):
         ((*trace, "-p", "x", "--out", tmp_path / "no" / "t.npz"), "cannot be written"),
         ((*trace, "-p", "x", "--out", tmp_path), "cannot be written"),
         ((*trace, "--text", tmp_path / "no.txt", *out), "No such file"),
-        ((*trace, "--text", odd, *out), "not UTF-8 text"),
+        ((*trace, "--text", odd, *out), "is not a text in UTF-8"),
         ((*trace, "-p", "x", "--policy=plain", *out), "the plain path routes unseen"),
         ((*trace, "--text", text, "--tokens=999", *out), "--tokens 999 is more than the context"),
         ((*trace, "--text", text, "--prefill=99", *out), "--prefill 99 is more than the"),

@@ -468,7 +468,7 @@ def test_a_target_that_cannot_be_written(folder, tmp_path):
 @cases(
     "tiers, words",
     ("f17", "unknown tier f17"),
-    ("q2_k,q4_k", "list tiers best first"),
+    ("q2_k,q4_k", "list the best tier first"),
     ("f16,f16", "not below"),
 )
 def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):

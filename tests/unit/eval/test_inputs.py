@@ -88,7 +88,7 @@ def test_documents_of_each_kind_of_file(tmp_path):
 
 BAD_TEXTS = [
     ("a.txt", b" \n", "holds no text"),
-    ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
+    ("a.txt", b"\xff\xfe\x00", "is not a text in UTF-8"),
     ("a.xz", b"no xz at all", "is not an xz file"),
     ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', 'line 2: "text"'),
     ("a.jsonl", b"{\n", "line 1 is not JSON"),

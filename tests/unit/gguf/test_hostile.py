@@ -155,7 +155,7 @@ HEADERS = {
             craft(
                 [aligned(64), kv("split.count", 2, U32)], [A, tensor("b", offset=32)], bytes(256)
             ),
-            "split the model before it is packed",
+            "split the model first, then pack it",
         ),
     },
     errors.TensorOverlapError: {

@@ -43,7 +43,7 @@ PARTS = {
     "twice the first": (0, {0: (0, HALF[:4]), 1: (0, HALF[4:])}, errors.SplitError, "split.no"),
     "a tensor in both": (0, parted(4, 3), errors.DuplicateError, "m-00001-of-00002"),
     "missing tensors": (0, parted(4, 5), errors.SplitError, "split.tensors.count"),
-    "another architecture": (0, parted(4, 4, "olmoe"), errors.SplitError, "'olmoe' here"),
+    "another architecture": (0, parted(4, 4, "olmoe"), errors.SplitError, "'olmoe', but"),
 }
 
 
@@ -89,7 +89,12 @@ SWAPPED = {
         2,
         f"belongs to another model than {FIRST}: key split.t",
     ),
-    "a model of its own": ({2: "whole"}, 1, 2, "key split.no is missing"),
+    "a model of its own": (
+        {2: "whole"},
+        1,
+        2,
+        "not a part of a split model: key split.no is missing",
+    ),
 }
 
 
