@@ -72,8 +72,8 @@ class Ggml:
         found = re.match(r"(\d+)\.(\d+)", self.version)
         if found is None or (int(found[1]), int(found[2])) < MIN_VERSION:
             raise QuantizeError(
-                f"{path}: ggml {self.version or 'of unknown version'} is not supported, the minimum is"
-                f" {MIN_VERSION[0]}.{MIN_VERSION[1]}: {built.advice()}"
+                f"{path}: ggml {self.version or 'of unknown version'} is not supported, the minimum"
+                f" is {MIN_VERSION[0]}.{MIN_VERSION[1]}: {built.advice()}"
             )
         self._traits.argtypes = [ctypes.c_int]
         self._traits.restype = ctypes.POINTER(_TypeTraits)

@@ -170,7 +170,7 @@ def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
 
 @cases(
     "flags, written, said",
-    ([], GGMLType.Q4_0, "--keep-types leaves it"),
+    ([], GGMLType.Q4_0, "use --keep-types"),
     (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp can read q2_0"),
 )
 def test_the_command_writes_older_types_unless_told_not_to(

@@ -321,7 +321,11 @@ def test_a_missing_tier(packed, tmp_path, ggml):
     ),
     ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
     ({"meta": {"moe_edge.tier_bpw": [4.5]}}, f"key moe_edge.tier_bpw [4.5], but {BITS}", None),
-    ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
+    (
+        {"meta": {"moe_edge.format_version": 99}},
+        "moe_edge.format_version: the file has format version 99",
+        None,
+    ),
 )
 def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):
     path = repack(packed, tmp_path / "m.gguf", **changes)

@@ -97,7 +97,7 @@ def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
     assert server.data_requests() == []
     result = run(*words, "q4_k")
     assert result.exit_code == 1
-    assert "model.safetensors: ends inside its header" in result.output
+    assert "model.safetensors: truncated inside the header" in result.output
 
 
 def test_convert_packs_a_gguf(server, tiny, tmp_path):
