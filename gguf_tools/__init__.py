@@ -1,1 +1,1 @@
-"""Bytes on disk: the expert file and ordinary GGUFs, read, written and quantized."""
+"""Model files on disk: read, write, quantize and convert GGUF files, packed ones included."""

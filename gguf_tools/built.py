@@ -1,9 +1,10 @@
-"""The built llama.cpp: in this package, where a wheel of moe-edge brings it, or in the `llama_cpp`
-package that `make build` installs.
+"""Find and load the built llama.cpp: part of this package in a moe-edge wheel, otherwise the
+`llama_cpp` package that `make build` installs.
 
-A wheel has libraries for several sets of instructions. One of them computes, libggml-cpu, and each
-set has one of its own. The others are the same for all, and are linked with whichever is loaded
-first. So it is with the library that knows CUDA, where the wheel moe-edge-cuda is installed beside.
+A wheel contains one libggml-cpu for each supported instruction set. All other libraries are shared
+by the instruction sets and link against the libggml-cpu that is loaded first, so the right one has
+to be loaded before libllama. The CUDA library of the wheel moe-edge-cuda, if it is installed, is
+loaded first for the same reason.
 """
 
 import ctypes
@@ -20,11 +21,11 @@ from typing import Any
 from gguf_tools.errors import MoeEdgeError
 
 OWN = Path(__file__).parent / "_llama"
-CUDA = "cuda"  # the folder of the wheel moe-edge-cuda, beside those of the sets
+CUDA = "cuda"  # the library folder of the wheel moe-edge-cuda
 STAMP = "moe_edge_build.json"
-# What a set needs of the processor, the best set first, as (leaf, register, bit) of glibc's
-# <sys/platform/x86.h>, or as a bit of the HWCAP that Linux gives for an ARM64. patches/portable.py
-# has the compiler's options for each.
+# CPU features that each instruction set requires, the best set first. On x86-64 a feature is a
+# (leaf, register, bit) of glibc's <sys/platform/x86.h>; on ARM64 it is a bit number of Linux's
+# HWCAP. patches/portable.py has the compiler options of each set.
 _AVX2 = {
     **{"fma": (0, 2, 12), "movbe": (0, 2, 22), "avx": (0, 2, 28), "f16c": (0, 2, 29)},
     **{"bmi1": (1, 1, 3), "avx2": (1, 1, 5), "bmi2": (1, 1, 8), "lzcnt": (2, 2, 5)},
@@ -45,18 +46,19 @@ SETS_OF: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
 SETS = SETS_OF.get(platform.machine(), {})
 
 
-# How the dynamic linker names a library that lacks what another one needs, and glibc's own ones.
+# The dynamic linker's message for a library that is older than the one needed.
 _TOO_OLD = re.compile(r"(\S*?([\w+-]+)\.so[.\d]*): version `([\w.]+)' not found")
-_OF_GLIBC = ("libc", "libm", "libpthread")
+_GLIBC_LIBRARIES = ("libc", "libm", "libpthread")
 
 
 class NotBuilt(MoeEdgeError):
-    """One sentence: why there is no built llama.cpp, or why it does not run here."""
+    """llama.cpp has not been built, or the built libraries do not run on this machine."""
 
 
 @cache
 def package() -> Path:
-    """The folder of the bindings, their libraries and upstream's converter. Raises NotBuilt."""
+    """Return the folder that contains the Python bindings, the shared libraries and llama.cpp's
+    converter. Raises NotBuilt."""
     if OWN.is_dir():
         return OWN
     spec = find_spec("llama_cpp")
@@ -66,14 +68,15 @@ def package() -> Path:
 
 
 def advice() -> str:
-    """What helps where what is installed is damaged, or is another version."""
+    """Return the remedy to print when the installed libraries are damaged or of a wrong version."""
     if not OWN.is_dir():
         return "run `make build`"
     return f"install moe-edge{' and moe-edge-cuda' * (OWN / 'lib' / CUDA).is_dir()} again"
 
 
 def stamp() -> dict[str, Any]:
-    """What the build says of itself; nothing where it is the stock package, or there is none."""
+    """Return the build record (`moe_edge_build.json`), or an empty dict if the installed package is
+    the stock llama-cpp-python or if no package is installed."""
     try:
         return _stamp_in(package())
     except NotBuilt:
@@ -89,57 +92,63 @@ def _stamp_in(folder: Path) -> dict[str, Any]:
 
 
 def libraries() -> Path:
-    """The folder of libllama, or of what LLAMA_CPP_LIB_PATH names, as it does for `llama_cpp`.
-    Raises NotBuilt."""
+    """Return the folder of libllama. The environment variable LLAMA_CPP_LIB_PATH overrides it, as
+    it does in `llama_cpp`. Raises NotBuilt."""
     given = os.environ.get("LLAMA_CPP_LIB_PATH")
     return Path(given) if given else package() / "lib"
 
 
 @cache
 def instructions() -> str:
-    """The set of instructions whose library is loaded; "native": what the compiler found.
+    """Return the name of the best instruction set that the libraries and the processor support.
 
-    Raises NotBuilt, and where the processor has not even the least of a wheel's sets."""
-    there = [name for name in SETS if (libraries() / name).is_dir()]
-    if not there:
+    Return "native" for libraries that were compiled on this machine. Raises NotBuilt if the
+    processor supports none of the wheel's instruction sets.
+    """
+    shipped = [name for name in SETS if (libraries() / name).is_dir()]
+    if not shipped:
         return "native"
     missing: list[str] = []
-    for name in there:
-        missing = [each for each, where in SETS[name].items() if not _has(*where)]
+    for name in shipped:
+        missing = [each for each, position in SETS[name].items() if not _has(*position)]
         if not missing:
             return name
     raise NotBuilt(
-        f"this processor lacks {', '.join(missing)}, which the prebuilt libraries need: build "
-        "moe-edge for it in a clone, with `make build`"
+        f"this processor lacks {', '.join(missing)}, which the prebuilt libraries require: clone "
+        "the repository and compile moe-edge for this processor with `make build`"
     )
 
 
-def _has(*where: int) -> bool:
-    """Whether the processor and the system let a feature be used."""
-    if len(where) == 1:
+def _has(*position: int) -> bool:
+    """Return whether the processor and the operating system support a feature.
+
+    position: the feature's place as an entry of SETS_OF states it.
+    """
+    if len(position) == 1:
         hwcap = ctypes.CDLL(None).getauxval
         hwcap.restype = ctypes.c_ulong
-        return bool(hwcap(ctypes.c_ulong(_HWCAP)) >> where[0] & 1)
-    leaf, register, bit = where
+        return bool(hwcap(ctypes.c_ulong(_HWCAP)) >> position[0] & 1)
+    leaf, register, bit = position
     try:
         find = ctypes.CDLL(None).__x86_get_cpuid_feature_leaf
     except AttributeError:
         return False
-    # Four registers that say what there is, and four that say what of it may be used.
+    # The first four registers report features of the processor. The last four report which of them
+    # the operating system enables.
     find.restype = ctypes.POINTER(ctypes.c_uint32 * 8)
     return bool(find(leaf).contents[4 + register] >> bit & 1)
 
 
-def _first() -> list[Path]:
-    """What is loaded before libllama, which is linked with it: of a wheel what computes,
-    and what knows CUDA. Raises NotBuilt."""
+def _preloads() -> list[Path]:
+    """Return the libraries to load before libllama: a wheel's libggml-cpu for this processor and
+    the CUDA library of moe-edge-cuda. Raises NotBuilt."""
     folder, chosen = libraries(), instructions()
     found = [] if chosen == "native" else list((folder / chosen).iterdir())
     if (folder / CUDA).is_dir():
         if _stamp_in(folder / CUDA).get("patches") != stamp().get("patches"):
             raise NotBuilt(
-                "moe-edge-cuda is of another version than moe-edge: install both of one version, "
-                "or run `pip uninstall moe-edge-cuda`"
+                "moe-edge-cuda and moe-edge have different versions: install the same version of "
+                "both, or run `pip uninstall moe-edge-cuda`"
             )
         found.append(folder / CUDA / "libgmoe.so")
     return found
@@ -147,31 +156,31 @@ def _first() -> list[Path]:
 
 @cache
 def bindings() -> Any:
-    """The module of upstream's bindings, its library loaded. Raises NotBuilt."""
-    first = _first()
+    """Load llama.cpp and return llama-cpp-python's module of ctypes bindings. Raises NotBuilt."""
+    preloads = _preloads()
     name = "gguf_tools._llama" if package() == OWN else "llama_cpp"
     try:
-        for path in first:
+        for path in preloads:
             ctypes.CDLL(str(path))
         return import_module(f"{name}.llama_cpp")
     except (ImportError, OSError, RuntimeError) as error:
         raise NotBuilt(_why_not_loaded(str(error))) from error
 
 
-def _why_not_loaded(said: str) -> str:
-    """Return the sentence for libraries that the dynamic linker refuses. said: its reason."""
-    older = _TOO_OLD.search(said)
+def _why_not_loaded(linker_error: str) -> str:
+    """Return the message for libraries that the dynamic linker refuses to load."""
+    older = _TOO_OLD.search(linker_error)
     if older is None:
-        return f"llama.cpp cannot be loaded ({said}): {advice()}"
+        return f"llama.cpp cannot be loaded ({linker_error}): {advice()}"
     path, name, version = older.groups()
-    text = (
-        f"llama.cpp cannot be loaded: {path} has no {version}, so it is older than what llama.cpp "
-        f"was built with: "
+    problem = (
+        f"llama.cpp cannot be loaded: {path} has no {version}, so it is older than the version "
+        f"that llama.cpp was built with: "
     )
-    here = "run `make build` in a clone on this system"
-    if name in _OF_GLIBC:
-        return f"{text}{here}"
+    rebuild = "run `make build` in a clone on this system"
+    if name in _GLIBC_LIBRARIES:
+        return f"{problem}{rebuild}"
     return (
-        f"{text}if it belongs to another program, such as conda, update it, or take its folder out "
-        f"of LD_LIBRARY_PATH; if it is the system's own, {here}"
+        f"{problem}if the library belongs to another program, such as conda, update it, or remove "
+        f"its folder from LD_LIBRARY_PATH; if it belongs to the system, {rebuild}"
     )

@@ -1,4 +1,4 @@
-"""Processes that this one starts, and that do not outlive what they are for."""
+"""Start child processes that never outlive the block that uses them."""
 
 from __future__ import annotations
 
@@ -14,46 +14,56 @@ import psutil
 
 from gguf_tools import interrupts
 
-# How long a group of processes gets to end by itself.
+# Time between SIGTERM and SIGKILL for a process group.
 PATIENCE_S = 2.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 @contextmanager
 def child(
-    command: Sequence[str], with_its_own: bool = False, **options: Any
+    command: Sequence[str], kill_group: bool = False, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that speaks text, with the options of Popen; killed where it still runs at the end
-    of the block. with_its_own: what it has started goes with it. Raises OSError."""
+    """Run a command with text pipes for the duration of the block, and kill it at the end if it is
+    still running.
+
+    kill_group: also end the processes that the command has started.
+    options: passed to `subprocess.Popen`.
+    Raises OSError if the command cannot be started.
+    """
     process: subprocess.Popen[str] | None = None
     try:
-        # An interrupt within Popen would leave a process that nobody knows.
+        # An interrupt inside Popen would leave a running process without a handle to it.
         with interrupts.held():
-            if with_its_own:
+            if kill_group:
                 options["preexec_fn"] = _new_group
             process = subprocess.Popen(command, text=True, **options)
         yield process
     finally:
         if process is not None and process.poll() is None:
-            if with_its_own:
+            if kill_group:
                 _end_group(process.pid)
             process.kill()
             process.communicate()
 
 
 def _end_group(group: int) -> None:
-    """ninja gives its compilers groups of their own, and ends them where it may end by itself."""
+    """Send SIGTERM to a process group, wait, then send SIGKILL.
+
+    SIGTERM comes first for ninja, which runs its compilers in separate groups and only stops them
+    if it can shut down in order.
+    """
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
-        for _ in range(int(PATIENCE_S / _LOOK_S)):
-            time.sleep(_LOOK_S)
-            # A process that nobody has waited for yet is still of its group.
-            if not _lives(group):
+        for _ in range(int(PATIENCE_S / _POLL_S)):
+            time.sleep(_POLL_S)
+            if not _is_running(group):
                 return
         os.killpg(group, signal.SIGKILL)
 
 
-def _lives(group: int) -> bool:
+def _is_running(group: int) -> bool:
+    """Return whether a process group has a live process. Zombies remain in the group until their
+    parent waits for them, so they do not count."""
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getpgid(each.pid) == group and each.status() != psutil.STATUS_ZOMBIE:
@@ -62,5 +72,5 @@ def _lives(group: int) -> bool:
 
 
 def _new_group() -> None:
-    """Popen's own option for this is of Python 3.11."""
+    """Put the new process into its own group. Popen's option `process_group` needs Python 3.11."""
     os.setpgid(0, 0)

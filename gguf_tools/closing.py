@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with`."""
+"""A base class for objects that a `with` statement closes."""
 
 from typing import TypeVar
 
@@ -6,7 +6,7 @@ C = TypeVar("C", bound="Closing")
 
 
 class Closing:
-    """Its close is called at the end of a `with`."""
+    """Base class that makes a `with` statement call `close`, which the subclass defines."""
 
     def close(self) -> None:
         raise NotImplementedError

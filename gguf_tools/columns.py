@@ -1,17 +1,20 @@
-"""Rows of text in columns of one width each."""
+"""Format rows of text as aligned columns."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-# Where there are fewer columns, what is said of a name stands below it, so far to the right.
+# On a terminal narrower than _NARROW columns, an explanation starts on the line below its name,
+# indented by _BELOW columns.
 _NARROW, _BELOW = 60, 6
-# Of the names; what is longer stands on a line of its own.
+# A name longer than this gets a line of its own.
 _MOST_NAME = 26
 
 
 def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.ljust) -> list[str]:
-    """A line for each row, with two spaces between the columns. pad: str.rjust aligns them at
-    their right."""
+    """Return one line per row, with two spaces between columns.
+
+    pad: `str.ljust` aligns the columns to the left, `str.rjust` to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(pad(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -20,8 +23,11 @@ def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
 
 
 def explained(groups: Mapping[str, Sequence[tuple[str, str]]], columns: int) -> str:
-    """Names and what they mean, below the heading of each group, in lines of so many columns. No
-    word is broken."""
+    """Format groups of (name, explanation) pairs like the option list of a `--help` text.
+
+    Each group starts with its heading. Explanations are wrapped at `columns` columns without
+    breaking words.
+    """
     names = [len(name) for rows in groups.values() for name, _ in rows]
     indent = " " * (min(max(names), _MOST_NAME) + 4 if columns >= _NARROW else _BELOW)
     lines = []

@@ -1,12 +1,12 @@
-"""What can be wrong with a model file, with a name for each malformation.
+"""Exceptions of this package, with one class for each kind of malformed model file.
 
-Every message starts with the file, then the key or tensor, then the byte offset where
-one is known, so that a person can look at the very place.
+Every message names the file, then the metadata key or tensor, then the byte offset if it is known,
+so that a user can inspect the damaged bytes.
 """
 
 
 class MoeEdgeError(Exception):
-    """The base of all our errors. Its text is shown to the user as it is."""
+    """Base class of all moe-edge errors. Commands print its text unchanged."""
 
 
 class GGUFError(MoeEdgeError):
@@ -14,7 +14,7 @@ class GGUFError(MoeEdgeError):
 
 
 class TextFileError(MoeEdgeError):
-    """A text that a user gave cannot be read: no regular file, too long, or not UTF-8."""
+    """A text file given by the user is not a regular file, is too long, or is not UTF-8."""
 
 
 class FileAccessError(GGUFError):
@@ -26,7 +26,7 @@ class MagicError(GGUFError):
 
 
 class VersionError(GGUFError):
-    """A GGUF version (or byte order) that this reader does not know."""
+    """The GGUF version or byte order is not supported."""
 
 
 class TruncatedError(GGUFError):
@@ -34,59 +34,59 @@ class TruncatedError(GGUFError):
 
 
 class CountError(GGUFError):
-    """A count or length that the file cannot possibly hold."""
+    """A count or length exceeds what a file of this size can hold."""
 
 
 class TextError(GGUFError):
-    """A string that is not valid UTF-8, or an empty or overlong name."""
+    """A string is not valid UTF-8, or a name is empty or too long."""
 
 
 class MetadataError(GGUFError):
-    """A metadata value of an unknown type or with an impossible value."""
+    """A metadata value has an unknown type or an impossible value."""
 
 
 class NestingError(MetadataError):
-    """Metadata arrays inside arrays beyond the depth limit."""
+    """Metadata arrays are nested deeper than the limit."""
 
 
 class DuplicateError(GGUFError):
-    """A metadata key or tensor name that occurs twice."""
+    """A metadata key or tensor name occurs twice."""
 
 
 class MissingKeyError(GGUFError):
-    """A metadata key that every model needs is absent."""
+    """A required metadata key is missing."""
 
 
 class TensorShapeError(GGUFError):
-    """Dimensions that are absent, zero, too many, too large, or not what the model says."""
+    """A tensor's dimensions are missing, zero, too many, too large, or contradict the metadata."""
 
 
 class TensorTypeError(GGUFError):
-    """A ggml type that this version does not know, or cannot use here."""
+    """A tensor has a ggml type that is unknown or not supported for this tensor."""
 
 
 class ExpertIndexError(GGUFError):
-    """A table that chooses an expert which the model does not have."""
+    """A routing table refers to an expert that the model does not have."""
 
 
 class TensorOffsetError(GGUFError):
-    """Tensor data that is misaligned."""
+    """A tensor's data is misaligned."""
 
 
 class TensorBoundsError(TensorOffsetError):
-    """Tensor data that reaches past the end of the file."""
+    """A tensor's data extends past the end of the file."""
 
 
 class TensorOverlapError(TensorOffsetError):
-    """Two tensors that share bytes."""
+    """The data of two tensors overlaps."""
 
 
 class MissingTensorError(GGUFError):
-    """An expert matrix that its layer needs is absent."""
+    """A layer lacks one of its expert matrices."""
 
 
 class MissingTierError(GGUFError):
-    """A tier that is announced or asked for is absent."""
+    """A tier that the metadata lists, or that the caller requested, is missing."""
 
 
 class SplitError(GGUFError):
@@ -94,31 +94,31 @@ class SplitError(GGUFError):
 
 
 class NotMoEError(GGUFError):
-    """A model without expert tensors."""
+    """The model has no expert tensors."""
 
 
 class MismatchError(GGUFError):
-    """Two files that should be one model in two precisions are not."""
+    """Two files are not the same model in different precisions."""
 
 
 class DamagedError(GGUFError):
-    """Bytes whose checksum is not the one that the file says."""
+    """Data does not match the checksum stored in the file."""
 
 
 class ChangedError(GGUFError):
-    """A file was written to while a model was running from it."""
+    """A model file was modified while the model was running."""
 
 
 class DiskSpaceError(GGUFError):
-    """The target file system has too little space."""
+    """The target file system has too little free space."""
 
 
 class WriteError(GGUFError):
-    """The target file cannot be written, or was declared inconsistently."""
+    """The target file cannot be written, or its declared contents are inconsistent."""
 
 
 class QuantizeError(GGUFError):
-    """ggml cannot be reached, or cannot quantize these values to this type."""
+    """The ggml library cannot be loaded, or cannot quantize the given values to the type."""
 
 
 class CheckpointError(MoeEdgeError):
@@ -126,12 +126,12 @@ class CheckpointError(MoeEdgeError):
 
 
 class ConvertError(MoeEdgeError):
-    """Upstream's converter is missing, or cannot convert a checkpoint."""
+    """llama.cpp's converter is missing, or cannot convert the checkpoint."""
 
 
 class HubError(MoeEdgeError):
-    """A model cannot be had from the Hugging Face Hub."""
+    """A model cannot be downloaded from the Hugging Face Hub."""
 
 
 class HubUnreachableError(HubError):
-    """The Hub does not answer; what is in the cache may still do."""
+    """The Hugging Face Hub does not answer. Files in the local cache can still be used."""

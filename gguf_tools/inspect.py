@@ -1,4 +1,4 @@
-"""What a model file holds and what of it fits a budget: as numbers, and as text."""
+"""Describe a model file and how many of its experts fit a memory budget, as data or as text."""
 
 from collections import Counter
 from itertools import groupby
@@ -15,12 +15,12 @@ KV_TOKENS = 4096
 
 
 def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
-    """Facts about an opened model, ready for JSON. Sizes are bytes.
+    """Return facts about an opened model as a JSON-serializable dict. All sizes are in bytes.
 
-    ``budgets`` says for shares of the best tier's expert bytes how many experts of each tier
-    a layer could keep resident if all of the budget went to that tier. ``ram_bytes`` adds
-    dense weights, an F16 KV cache of KV_TOKENS tokens and scratch_bytes, which running it takes
-    beside those. It is a cap on everything under which the model runs.
+    Each entry of `budgets` is for one share of the best tier's expert bytes. Its
+    `experts_per_layer` is the number of experts per layer that stay resident if the whole budget
+    holds experts of one tier. Its `ram_bytes` is the `--ram` that the model needs with this budget:
+    dense weights, an F16 KV cache of up to KV_TOKENS tokens, scratch_bytes and the expert slots.
     """
     n_ctx = min(KV_TOKENS, model.hparams.context_length or KV_TOKENS)
     kv_bytes = model.kv_bytes(n_ctx)
@@ -69,8 +69,8 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
             }
             for index, tier in enumerate(model.tiers)
         ],
-        "quantization": _said(model, KEY_QUANTIZATION),
-        "calibration": _said(model, KEY_CALIBRATION),
+        "quantization": _packing_detail(model, KEY_QUANTIZATION),
+        "calibration": _packing_detail(model, KEY_CALIBRATION),
         "fallbacks": list(model.fallbacks),
         "per_layer": _per_layer(model),
         "outside_layers_bytes": model.dense_bytes - sum(model.dense_layer_bytes),
@@ -78,13 +78,16 @@ def describe(model: ExpertModel, scratch_bytes: int = 0) -> dict[str, Any]:
     }
 
 
-def _said(model: ExpertModel, key: str) -> str | None:
-    """Return what a packed file says of how it was made, or None if it says nothing."""
+def _packing_detail(model: ExpertModel, key: str) -> str | None:
+    """Return the metadata value in which `pack` recorded a detail, or None if it is missing."""
     return one_line(str(model.metadata[key])) if key in model.metadata else None
 
 
 def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
-    """Whole experts of every layer that the budget holds, block rounding of slots included."""
+    """Return the number of experts per layer whose slots fit the budget.
+
+    Slots are larger than expert_bytes because they are rounded up to whole disk blocks.
+    """
     per_expert = sum(
         slot_bytes(each.offset, each.expert_bytes, model.n_expert)
         for layer in model.slices
@@ -97,7 +100,7 @@ def _experts_per_layer(model: ExpertModel, tier: int, budget: int) -> int:
 
 
 def _matrices(model: ExpertModel) -> list[dict[str, Any]]:
-    """Different matrix shapes: kind, row length, rows."""
+    """Return the distinct expert matrix shapes: kind, row length and number of rows."""
     found = {
         (kind, shape): None
         for layer in model.shapes
@@ -108,7 +111,7 @@ def _matrices(model: ExpertModel) -> list[dict[str, Any]]:
 
 
 def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
-    """ggml types in use for each matrix kind of a tier."""
+    """Return the ggml types that a tier uses for each matrix kind."""
     types: dict[str, list[str]] = {}
     for layer in model.slices:
         for kind, tiers in enumerate(layer):
@@ -121,8 +124,8 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
 
 
 def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
-    """What each layer holds: its dense bytes, and by tier the bytes of its experts and the
-    ggml type of each matrix kind. A dense layer has no tiers."""
+    """Return for each layer its dense bytes and, for each tier, the bytes of its experts and the
+    ggml type of each matrix kind. The tier list of a layer without experts is empty."""
     layers: list[dict[str, Any]] = [
         {"layer": il, "dense_bytes": nbytes, "tiers": []}
         for il, nbytes in enumerate(model.dense_layer_bytes)
@@ -143,7 +146,7 @@ def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The facts of ``describe`` as text for a terminal."""
+    """Format the result of `describe` for a terminal."""
     shared = " and shared experts" if facts["shared_experts"] else ""
     lines = [
         facts["file"] + (f" and {len(facts['files']) - 1} more" if len(facts["files"]) > 1 else ""),
@@ -156,7 +159,7 @@ def render(facts: dict[str, Any]) -> str:
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
         *(
-            [f"  read by rows, so on disk where experts are managed: {tables}"]
+            [f"  read from disk row by row if moe-edge manages the experts: {tables}"]
             if (tables := facts["lookup"])
             else []
         ),
@@ -183,7 +186,7 @@ def render(facts: dict[str, Any]) -> str:
     lines += ["", "  bytes in each layer:", *_table(_layer_rows(facts))]
     lines.append(f"  outside of the layers: {format_size(facts['outside_layers_bytes'])}")
     lines += ["", f"  experts per layer (of {facts['experts']}) that fit a budget, by tier:"]
-    rows = [["expert slots", "", "RAM in all", *(tier["name"] for tier in facts["tiers"])]]
+    rows = [["expert slots", "", "total RAM", *(tier["name"] for tier in facts["tiers"])]]
     for budget in facts["budgets"]:
         rows.append(
             [
@@ -194,13 +197,16 @@ def render(facts: dict[str, Any]) -> str:
             ]
         )
     lines += _table(rows)
-    lines.append("  RAM in all, for --ram: slots, dense weights, KV cache and scratch")
+    lines.append("  total RAM (for --ram): expert slots, dense weights, KV cache, scratch buffers")
     return "\n".join(lines)
 
 
 def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
-    """The per-layer table. Neighbours that hold the same share a row. A tier has a column of
-    types where a layer holds another one than the tier's name says."""
+    """Return the rows of the per-layer table.
+
+    Consecutive layers with the same contents share a row. A tier gets a column of types if any
+    layer has a type that differs from the tier's name.
+    """
     names = [tier["name"] for tier in facts["tiers"]]
     mixed = {
         tier["name"]
@@ -227,7 +233,8 @@ def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _short_types(types: dict[str, str]) -> str:
-    """The type that most matrices have, and the matrices that have another."""
+    """Return the most common type, followed by the matrices of other types, such as
+    `q4_k, down q6_k`."""
     usual = Counter(types.values()).most_common(1)[0][0]
     others = (f"{kind} {name}" for kind, name in types.items() if name != usual)
     return ", ".join((usual, *others))

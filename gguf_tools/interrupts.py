@@ -1,13 +1,14 @@
-"""Ctrl-C: when it may end what runs, and how it gets there. The only place that handles SIGINT,
-SIGTERM and SIGHUP.
+"""Handle Ctrl-C and termination signals. This is the only module that handles SIGINT, SIGTERM and
+SIGHUP.
 
-Python runs the handler of a signal between any two instructions of the main thread. An exception
-that it raises in a function which C called has nobody above it: ctypes prints it, and what the
-function had to decide is lost. The same holds for __del__, and C code that imports a module makes
-another error of it. So the handler here raises KeyboardInterrupt only where somebody gets it.
-Elsewhere the interrupt waits: for the end of the call (``held``), or for a moment.
+Python can run a signal handler between any two instructions of the main thread. An exception that
+the handler raises inside a function called from C cannot propagate: ctypes prints it, and the
+function's return value is lost. Exceptions in `__del__` are lost in the same way, and C code that
+imports a module turns them into another error. This module therefore raises KeyboardInterrupt only
+at points from which it can propagate. In all other cases the interrupt stays pending until the C
+call ends (`held`), or the handler tries again after 10 ms.
 
-SIGTERM and a hang-up end a command in the same way, by SystemExit, which nobody gets over.
+SIGTERM and SIGHUP follow the same path, but raise SystemExit.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from typing import Any, TypeVar
 
 STATUS = 130
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-# A second Ctrl-C ends the process as it stands; nobody means that within so short a time.
+# A second Ctrl-C kills the process, unless it comes sooner than this after the first one. Signals
+# in quick succession count as one request.
 FORCE_AFTER_S = 1.0
-_AGAIN_S = 0.01
-# After SIGTERM, how long a command with last work waits for the main thread to return from C.
+_RETRY_S = 0.01
+# How long the main thread may take to return from C after SIGTERM within a `leaving` block.
 LEAVE_AFTER_S = 1.5
 _IMPORTING = "<frozen importlib"
 
@@ -37,8 +39,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _called_from_c: set[CodeType] = set()
 
 
-class _Here(threading.local):
-    """What one thread is in: how many blocks of held, and what its callbacks could not say."""
+class _ThreadState(threading.local):
+    """State of one thread.
+
+    depth: number of nested `held` blocks.
+    raised: an error of a callback, to be raised at the end of the outermost `held` block.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
@@ -47,9 +53,18 @@ class _Here(threading.local):
 
 
 class _State:
-    """What the process knows of interrupts. asked_s: when one came that nobody has got over.
-    ending: the number of the signal that ends the process, if one came. leaves: behind listening,
-    the process does nothing but end."""
+    """Interrupt state of the process.
+
+    listening: whether a `listening` block is active.
+    asked_s: time of the pending or latest interrupt, or None after `forget`.
+    waiting: whether an exception for the interrupt is still to be raised.
+    ending: number of the received signal that ends the process, or None.
+    stops, ends: functions that a `calling` block registered for SIGINT, and for SIGTERM and SIGHUP.
+    last_work: functions that `leaving` blocks registered.
+    last_file: absolute path of the file that completes the command (`ends_with`).
+    over: whether that file has its final name, so that an interrupt has nothing left to stop.
+    leaves: whether the process exits right after its `listening` block.
+    """
 
     def __init__(self) -> None:
         self.listening = False
@@ -64,28 +79,35 @@ class _State:
         self.leaves = False
 
 
-_here = _Here()
+_thread = _ThreadState()
 _state = _State()
 
 
 def called_from_c(function: F) -> F:
-    """Marks a function that C code calls: no interrupt is raised in it, nor in what it calls. It
-    should ask ``asked``, and fail then."""
+    """Decorate a function that C code calls, so that no interrupt is raised while it runs.
+
+    The function should check `asked` and return failure if it is true.
+    """
     assert isinstance(function, FunctionType)
     _called_from_c.add(function.__code__)
     return function
 
 
 def asked() -> bool:
-    """Whether an interrupt came that has not ended what it is to end. For any thread: work that
-    takes long should stop."""
+    """Return whether an interrupt has been requested and not yet handled.
+
+    Long-running work should poll this function and stop. It can be called from any thread.
+    """
     return _state.asked_s is not None
 
 
 def check() -> None:
-    """A safe point of the main thread: raises KeyboardInterrupt where one waits, in blocks of
-    held, too; SystemExit where the process is to end."""
-    if _state.waiting and _here.is_main:
+    """Raise the pending interrupt, if there is one, even inside a `held` block.
+
+    Raises KeyboardInterrupt after SIGINT and SystemExit after SIGTERM or SIGHUP. Does nothing on
+    threads other than the main thread.
+    """
+    if _state.waiting and _thread.is_main:
         _state.waiting = False
         if _state.ending is not None:
             raise SystemExit(128 + _state.ending)
@@ -94,26 +116,32 @@ def check() -> None:
 
 
 def hand_over(error: BaseException) -> None:
-    """What a function that C called cannot raise: the block of held that the thread is in does."""
-    _here.raised = error
+    """Store an error of a function called from C. The thread's outermost `held` block raises it."""
+    _thread.raised = error
 
 
 def forget() -> None:
-    """Whoever caught KeyboardInterrupt goes on: the next one is a first one again."""
+    """Clear the interrupt after KeyboardInterrupt was caught and the program continues.
+
+    The next Ctrl-C then counts as a first one and does not kill the process.
+    """
     if _state.ending is None:
         _state.asked_s, _state.waiting = None, False
 
 
 class held:
-    """A block in which no interrupt is raised. One that comes meanwhile is raised at its end, in
-    the place of what the block raises; so is what callbacks hand over, and what ctypes would print.
+    """A `with` block in which no interrupt is raised.
 
-    For calls of C that call Python back, and for what must not be left half done. In other threads
-    than the main one, which get no signals, it is for the errors alone.
+    At the end of the outermost block, a pending interrupt is raised instead of the block's own
+    error. Without an interrupt, the block raises errors of callbacks: those passed to `hand_over`
+    and those that ctypes would only print.
 
-    stop: called as soon as a signal arrives, from another thread, because Python runs no handler
-    while the main thread is in C. It has to make the C call return soon. Only the outermost block
-    of the main thread uses it.
+    Use it around C calls that call Python back, and around changes that must not stop halfway.
+    Threads other than the main thread receive no signals and use it for the callback errors alone.
+
+    stop: function that makes the C call return soon. It is called from another thread as soon as a
+        signal arrives, because Python runs no signal handler while the main thread is in C. Only
+        the outermost block of the main thread uses it.
     """
 
     def __init__(self, stop: Callable[[], None] | None = None) -> None:
@@ -121,32 +149,32 @@ class held:
         self._stop = stop
 
     def __enter__(self) -> None:
-        if _here.depth == 0 and _here.is_main:
+        if _thread.depth == 0 and _thread.is_main:
             if not _state.listening:
                 self._before = _install()
             if self._stop is not None:
                 _watch.begin(self._stop)
-        _here.depth += 1
+        _thread.depth += 1
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        _here.depth -= 1
-        if _here.depth == 0 and _here.is_main and self._stop is not None:
+        _thread.depth -= 1
+        if _thread.depth == 0 and _thread.is_main and self._stop is not None:
             _watch.end()
         if self._before is not None:
-            _put_back(self._before)
-        if _here.depth:
+            _restore(self._before)
+        if _thread.depth:
             return
-        raised, _here.raised = _here.raised, None
+        raised, _thread.raised = _thread.raised, None
         check()
         if raised is not None and error is None:
             raise raised
 
 
 class _Watch:
-    """Reacts to signals while the main thread is in C.
+    """A thread that stops the running work when a signal arrives while the main thread is in C.
 
-    Python's own signal handler, in C, writes the signal's number into a pipe. A thread reads it
-    there and does what the handler will do later, as far as it stops what runs.
+    Python's own C-level signal handler writes the signal number into a pipe. The thread reads it
+    and calls the stop functions at once, before the Python-level handler can run.
     """
 
     def __init__(self) -> None:
@@ -156,7 +184,7 @@ class _Watch:
         self._writer = self._before = -1
 
     def begin(self, stop: Callable[[], None]) -> None:
-        """Calls stop when a signal arrives that this module handles, until end is called."""
+        """From now until `end`, call stop whenever a signal that this module handles arrives."""
         if self._writer < 0:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -166,7 +194,7 @@ class _Watch:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def end(self) -> None:
-        """Calls stop no more: after this has returned, no call of it is running."""
+        """Stop calling the function. When `end` returns, no call of it is running."""
         signal.set_wakeup_fd(self._before)
         with self._lock:
             self._stop = None
@@ -190,7 +218,10 @@ class _Watch:
                 leave.start()
 
     def _leave(self, number: int, n_begun: int) -> None:
-        """Ends the process if the main thread is still in the C call in which the signal came."""
+        """Exit the process if the main thread is still in the C call that the signal interrupted.
+
+        n_begun: value of the call counter when the signal arrived.
+        """
         with self._lock:
             if self._stop is None or self._n_begun != n_begun:
                 return
@@ -205,10 +236,11 @@ _watch = _Watch()
 
 @contextmanager
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
-    """In the block, SIGTERM and SIGHUP end the process even if a call of C does not return soon.
+    """Let SIGTERM and SIGHUP end the process during the block even if a C call does not return.
 
-    last_work: called in another thread before the process ends in that way, the innermost block's
-    first. It has to return soon. Other endings do not call it.
+    last_work: function that is called on another thread before the process is ended in this way. It
+        has to return soon. Functions of nested blocks are called from the innermost outwards. It is
+        not called if the process ends normally.
     """
     _state.last_work.append(last_work)
     try:
@@ -219,9 +251,12 @@ def leaving(last_work: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
-    """In the block an interrupt calls stop, in the place of all else. It may come at any moment.
-    Within a block of held that has a stop, another thread calls it once more, and before that.
-    ending: so do SIGTERM and SIGHUP, where listening would let them end the process."""
+    """Call stop on an interrupt during the block, instead of raising KeyboardInterrupt.
+
+    stop: can be called between any two instructions of the main thread. Inside a `held` block with
+        its own stop function, another thread calls it as well, before the main thread does.
+    ending: whether SIGTERM and SIGHUP also call stop instead of ending the process.
+    """
     before = None if _state.listening else _install()
     _state.stops.append(stop)
     ends_before, _state.ends = _state.ends, stop if ending else _state.ends
@@ -231,12 +266,15 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
         _state.ends = ends_before
         _state.stops.pop()
         if before is not None:
-            _put_back(before)
+            _restore(before)
 
 
 def leave_at_once() -> None:
-    """From here on an interrupt ends the process, quietly: it has not begun anything. An interrupt
-    that the process was started to ignore stays ignored."""
+    """Make Ctrl-C exit the process immediately and silently, from now until `listening`.
+
+    For the start of a command, before it has begun any work. If the process was started with SIGINT
+    ignored, SIGINT stays ignored.
+    """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -244,9 +282,12 @@ def leave_at_once() -> None:
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Lets an interrupt end the block by KeyboardInterrupt, at its end at the latest. What a
-    process that leaves at once does behind the block is not interrupted: its work is done. SIGTERM
-    and SIGHUP end it by SystemExit, where nobody else handles or ignores them."""
+    """Raise KeyboardInterrupt on SIGINT and SystemExit on SIGTERM or SIGHUP during the block.
+
+    A pending interrupt is raised at the end of the block at the latest. Signals that another
+    handler already handles, or that are ignored, keep their handling. After `leave_at_once`, the
+    signals are ignored once the block has ended, because the command's work is complete.
+    """
     before, hook = _install(), sys.unraisablehook
     ending = [number for number in _ENDING if _install_ending(number)]
     if before is None and not ending:
@@ -270,18 +311,24 @@ def listening() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN if _state.leaves else signal.SIG_DFL)
         sys.unraisablehook = hook
         if before is not None:
-            _put_back((signal.SIG_IGN if _state.leaves else before[0], hook))
+            _restore((signal.SIG_IGN if _state.leaves else before[0], hook))
 
 
 def ends_with(path: Path) -> None:
-    """Says which file is the result of the block of listening: once it has its name, nothing is
-    left to interrupt. Outside of such a block nobody would hear again, so it says nothing there."""
+    """Declare the file that is the result of the current `listening` block.
+
+    Interrupts have no effect once `rename` has given this file its name. Does nothing outside of
+    a `listening` block, whose end would restore the effect of interrupts.
+    """
     if _state.listening:
         _state.last_file = os.path.abspath(path)
 
 
 def rename(part: Path, path: Path) -> None:
-    """Gives a file its name. Raises OSError, or KeyboardInterrupt before it has the name."""
+    """Rename a finished temporary file to its final name.
+
+    Raises OSError if that fails, or KeyboardInterrupt or SystemExit before the file is renamed.
+    """
     is_last = os.path.abspath(path) == _state.last_file
     with held():
         check()
@@ -292,8 +339,11 @@ def rename(part: Path, path: Path) -> None:
 
 
 def _install() -> tuple[Any, Any] | None:
-    """The handlers that were there; None where an interrupt is ignored, or another's."""
-    if not _here.is_main or signal.getsignal(signal.SIGINT) not in (
+    """Install the SIGINT handler and return what `_restore` needs to undo that.
+
+    Return None and change nothing if SIGINT is ignored or has a handler of another program.
+    """
+    if not _thread.is_main or signal.getsignal(signal.SIGINT) not in (
         signal.default_int_handler,
         _leave,
     ):
@@ -304,14 +354,15 @@ def _install() -> tuple[Any, Any] | None:
 
 
 def _install_ending(number: int) -> bool:
-    """Whether a signal that would end the process ends the block of listening."""
-    if not _here.is_main or signal.getsignal(number) is not signal.SIG_DFL:
+    """Install the handler of SIGTERM or SIGHUP. Return whether it was installed: a signal that is
+    ignored, or that has a handler, keeps its handling."""
+    if not _thread.is_main or signal.getsignal(number) is not signal.SIG_DFL:
         return False
     signal.signal(number, _on_ending)
     return True
 
 
-def _put_back(before: tuple[Any, Any]) -> None:
+def _restore(before: tuple[Any, Any]) -> None:
     sys.unraisablehook = before[1]
     signal.signal(signal.SIGINT, before[0])
 
@@ -326,7 +377,7 @@ def _on_interrupt(_signum: int, frame: FrameType | None) -> None:
     if _state.stops:
         _state.stops[-1]()
         return
-    if not _comes_again(signal.SIGINT):
+    if not _is_repeated(signal.SIGINT):
         _state.waiting = True
         _raise_or_wait(frame)
 
@@ -334,13 +385,16 @@ def _on_interrupt(_signum: int, frame: FrameType | None) -> None:
 def _on_ending(number: int, frame: FrameType | None) -> None:
     if _state.ends is not None:
         _state.ends()
-    elif not _state.over and not _comes_again(number):
+    elif not _state.over and not _is_repeated(number):
         _state.ending, _state.waiting = number, True
         _raise_or_wait(frame)
 
 
-def _comes_again(number: int) -> bool:
-    """Whether one is on its way already; one that comes later ends the process as it stands."""
+def _is_repeated(number: int) -> bool:
+    """Return whether an interrupt is pending already.
+
+    If it has been pending for more than FORCE_AFTER_S, kill the process with the signal instead.
+    """
     now_s = monotonic()
     if _state.asked_s is None:
         _state.asked_s = now_s
@@ -352,17 +406,18 @@ def _comes_again(number: int) -> bool:
 
 
 def _raise_or_wait(frame: FrameType | None) -> None:
-    # Without listening, this handler is there in blocks of held alone.
-    if _here.depth or not _state.listening:
+    # Outside of a listening block, only held blocks install the handler.
+    if _thread.depth or not _state.listening:
         return
-    if _gets_lost(frame):
-        _come_again()
+    if _would_be_lost(frame):
+        _retry_soon()
         return
     check()
 
 
-def _gets_lost(frame: FrameType | None) -> bool:
-    """Whether what is raised here would not come out where somebody catches it."""
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Return whether an exception raised in this frame could not propagate to a caller that catches
+    it: under a C callback, under `__del__`, or during an import."""
     while frame is not None:
         code = frame.f_code
         if (
@@ -375,9 +430,9 @@ def _gets_lost(frame: FrameType | None) -> bool:
     return False
 
 
-def _come_again() -> None:
+def _retry_soon() -> None:
     signal.signal(signal.SIGALRM, _on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
 
 
 def _on_alarm(_signum: int, frame: FrameType | None) -> None:
@@ -386,14 +441,17 @@ def _on_alarm(_signum: int, frame: FrameType | None) -> None:
 
 
 def _on_unraisable(what: Any) -> None:
-    """In the place of sys.unraisablehook: what Python would print and forget."""
+    """Keep an error that Python would only print: this is our `sys.unraisablehook`.
+
+    An interrupt becomes pending again. An error of a ctypes callback is kept for the `held` block.
+    """
     error = what.exc_value
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and _here.is_main:
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and _thread.is_main:
         _state.waiting = True
         if _state.listening:
-            _come_again()
-    elif _here.depth and error is not None and "ctypes callback" in (what.err_msg or ""):
-        _here.raised = error
+            _retry_soon()
+    elif _thread.depth and error is not None and "ctypes callback" in (what.err_msg or ""):
+        _thread.raised = error
     else:
         sys.__unraisablehook__(what)
 

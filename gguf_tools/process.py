@@ -1,4 +1,4 @@
-"""What this process may use of the machine's cores, and what it has used of its memory."""
+"""Query the cores that this process may use and the memory that it uses."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import psutil
 
 
 def processor_name() -> str:
-    """The processor as a person knows it."""
+    """Return the processor's model name, such as "AMD EPYC 7763 64-Core Processor"."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -21,15 +21,15 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, hardware threads counted each."""
+    """Return the number of logical cores that this process may use (its CPU affinity)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Cores that computing should use: the physical ones where there are many, and no more than
-    this process may use."""
+    """Return the default number of compute threads: the usable cores, but if there are more than
+    four, no more than the physical cores."""
     allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
@@ -43,14 +43,17 @@ def compute_threads(asked: int | None) -> int:
 
 
 class Disturbance:
-    """How much other programs keep this process from its cores, from here on."""
+    """Measures how long this process waits for a core, from the creation of the object on."""
 
     def __init__(self) -> None:
         self._start, self._waited_s = perf_counter(), _waited_s()
 
     def share(self) -> float:
-        """Of the time since then, what threads of this process were ready to run and had no core,
-        added up; 0 where the system does not tell, as on others than Linux."""
+        """Return the time that runnable threads waited for a core, as a share of the elapsed time.
+
+        The waits of all threads are added, so the result can exceed 1. It is 0 if the system does
+        not report waits, as on systems other than Linux.
+        """
         took = perf_counter() - self._start
         return max(0.0, _waited_s() - self._waited_s) / took if took > 0 else 0.0
 
@@ -61,15 +64,15 @@ def _waited_s(tasks: Path = Path("/proc/self/task")) -> float:
         try:
             total += int(task.read_text().split()[1])
         except (OSError, ValueError, IndexError):
-            continue  # a thread that is gone, or a kernel that does not count
+            continue  # the thread has ended, or the kernel has no such statistics
     return total / 1e9
 
 
 def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most memory that this program ever had resident.
+    """Return the peak resident memory of this process, in bytes.
 
-    VmHWM says it where there is one. The figure of getrusage survives exec, so that it may be
-    that of the program which started this one.
+    Read VmHWM from /proc if available. getrusage is the fallback: its value survives exec, so it
+    can be the peak of the program that started this one.
     """
     try:
         for line in status.read_text().splitlines():
@@ -85,11 +88,11 @@ def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def rss_bytes() -> int:
-    """What this process has in memory now."""
+    """Return the resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def private_bytes() -> int:
-    """What this process has in memory now that is not of files, which programs share."""
+    """Return the resident memory of this process without file-backed pages, in bytes."""
     taken = psutil.Process().memory_info()
     return max(0, int(taken.rss) - int(getattr(taken, "shared", taken.rss)))

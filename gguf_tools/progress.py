@@ -1,21 +1,22 @@
-"""How far a long piece of work has come."""
+"""Report the progress of long operations."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-# It is called with the finished share, 0 to 1, on the thread that asked for the work.
+# A callback that receives the finished share, 0 to 1. It is called on the thread that started the
+# work.
 Progress = Callable[[float], None]
 
 
 @runtime_checkable
 class SizedProgress(Protocol):
-    """A Progress that also wants to know how many bytes all of them are."""
+    """A Progress callback with an attribute that receives the total number of bytes."""
 
     total_bytes: int
 
 
 class ProgressMeter:
-    """Bytes done so far, reported as a share of the total."""
+    """Counts processed bytes and reports them to a Progress callback as a share of the total."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.progress = progress

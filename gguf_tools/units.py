@@ -1,12 +1,12 @@
-"""Byte counts as a person reads them."""
+"""Format byte counts for people."""
 
 import math
 
 
 def format_size(size_bytes: float, *, up: bool = False) -> str:
-    """Three significant digits and a binary unit: "1.23 GiB", "345 MiB", "67 KiB", "8 B".
+    """Format a size with about three digits and a binary unit: "1.23 GiB", "345 MiB", "8 B".
 
-    up: rounded up, so that what is printed is enough.
+    up: round up, so that the printed size is never smaller than size_bytes.
     """
     value = float(size_bytes)
     units = ["GiB", "MiB", "KiB", "B"]
@@ -22,7 +22,9 @@ def format_size(size_bytes: float, *, up: bool = False) -> str:
 
 
 def format_least(size_bytes: float) -> str:
-    """A size that a user is told to ask for: rounded up, by 1 MiB at most, and never in GiB, whose
-    two decimals would round by 10 MiB."""
+    """Format a minimum size that a user should request, rounded up by at most 1 MiB.
+
+    Large sizes are printed in MiB, because two decimals of a GiB would round by up to 10 MiB.
+    """
     mib = math.ceil(size_bytes / 2**20)
     return f"{mib} MiB" if mib >= 1000 else format_size(size_bytes, up=True)

@@ -1,4 +1,4 @@
-"""Jobs on all cores with bounded memory, stopped by the first error."""
+"""Run jobs on a thread pool with bounded memory, stopping at the first error."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -8,10 +8,11 @@ from typing import TypeVar
 from gguf_tools import interrupts
 from gguf_tools.progress import ProgressMeter
 
-# A job is a piece of work that returns the number of bytes it has dealt with.
+# A job does a piece of work and returns the number of bytes that it has processed.
 Job = Callable[[], int]
 
-_LOOK_S = 0.1
+# How often a thread that waits for a pool checks for an interrupt.
+_POLL_S = 0.1
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,11 +20,12 @@ R = TypeVar("R")
 
 @contextmanager
 def workers(threads: int, name: str = "work") -> Iterator[ThreadPoolExecutor]:
-    """A pool that has ended when the block has, Ctrl-C included; what did not begin by then never
-    does.
+    """Create a thread pool for the duration of the block.
 
-    Whoever waits for a pool holds locks that its threads want, so no interrupt may be raised there:
-    wait by in_order, which looks for one.
+    At the end of the block, also after Ctrl-C, jobs that have not started are cancelled and running
+    jobs are awaited. No interrupt is raised inside the block, because the waiting thread holds
+    locks that the pool's threads need. Wait for results with `in_order`, which checks for
+    interrupts.
     """
     with interrupts.held():
         pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -36,20 +38,23 @@ def workers(threads: int, name: str = "work") -> Iterator[ThreadPoolExecutor]:
 def in_order(
     pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T]
 ) -> Iterator[R]:
-    """What the function makes of each item, in their order. Raises what it raises."""
+    """Apply a function to each item on the pool and yield the results in the order of the items.
+
+    Raises the function's exception, or KeyboardInterrupt.
+    """
     for future in [pool.submit(function, item) for item in items]:
-        while not wait([future], timeout=_LOOK_S).done:
+        while not wait([future], timeout=_POLL_S).done:
             interrupts.check()
         interrupts.check()
         yield future.result()
 
 
 def run_all(jobs: Iterable[Job | None], threads: int, meter: ProgressMeter) -> None:
-    """Run all jobs on a pool, a few ahead at a time; the first error stops the rest. Jobs before
-    a None have ended before those behind it begin.
+    """Run all jobs on a thread pool. The first error cancels the remaining jobs.
 
-    The pool has ended when this returns or raises, Ctrl-C included, so that nobody writes to a
-    file that the caller has given up.
+    Only a few jobs are taken from the iterable ahead of time. A None among the jobs is a barrier:
+    all jobs before it end before the next one starts. All threads have ended when this function
+    returns or raises, so no thread writes to a file that the caller has discarded.
     """
     pending: set[Future[int]] = set()
     with workers(threads, "pack") as pool:
@@ -63,7 +68,7 @@ def run_all(jobs: Iterable[Job | None], threads: int, meter: ProgressMeter) -> N
 
 
 def _collect(pending: set[Future[int]], meter: ProgressMeter) -> set[Future[int]]:
-    finished, rest = wait(pending, _LOOK_S, FIRST_COMPLETED)
+    finished, rest = wait(pending, _POLL_S, FIRST_COMPLETED)
     interrupts.check()
     for future in finished:
         meter.add(future.result())

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints to one model file with every expert in several precisions."""
+"""Convert Hugging Face checkpoints to packed models, with every expert in several precisions."""
 
 from gguf_tools.convert.converting import check_arguments, convert
 

@@ -1,7 +1,7 @@
-"""A checkpoint folder as Hugging Face's transformers writes it, checked before it is used.
+"""Open and check a checkpoint folder in the format of Hugging Face's transformers.
 
-Everything here reads headers only: configuration, index, and the first bytes of each file
-of weights. Upstream's converter would find the same faults hours later, or not at all.
+The checks only read the configuration, the index and the header of each weight file. llama.cpp's
+converter would find the same faults after hours, or not at all.
 """
 
 import json
@@ -26,7 +26,7 @@ _SHARD = re.compile(r"(.*-)([0-9]{5})(-of-)([0-9]{5})(\.safetensors|\.bin)")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.jsonl")
 _TIKTOKEN = ("*.tiktoken", "*tiktoken*.model")
 
-# A number of each type that a safetensors file may hold takes so many bits.
+# Bits per number of each safetensors type.
 DTYPE_BITS = {
     "BOOL": 8,
     "F4": 4,
@@ -53,11 +53,12 @@ DTYPE_BITS = {
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a folder holds.
+    """A checked checkpoint.
 
-    ``architecture`` is the class in its config.json, as ``MixtralForCausalLM``. ``dtype`` is that
-    of most of its matrices, by weights, as safetensors names it (``BF16``); it is empty where the
-    weights are in another kind of file. ``nbytes`` counts its weights on disk.
+    architecture: the model class in config.json, such as `MixtralForCausalLM`.
+    dtype: safetensors type of most of the weights, such as `BF16`. Empty if the weights are not in
+        safetensors files.
+    nbytes: size of all weight files.
     """
 
     folder: Path
@@ -67,12 +68,14 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Look at a checkpoint folder. Raises CheckpointError, in one sentence, for whatever is
-    missing, is cut short or contradicts itself."""
+    """Check a checkpoint folder and return its properties.
+
+    Raises CheckpointError if a file is missing, truncated or inconsistent.
+    """
     if not folder.is_dir():
         what = "not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {what}; a checkpoint is a folder with a config.json")
-    config = _read_json(folder / "config.json", "what makes a folder a checkpoint")
+        raise CheckpointError(f"{folder}: {what}: give a checkpoint folder with a config.json")
+    config = _read_json(folder / "config.json")
     parts = _parts(folder)
     weights: Counter[str] = Counter()
     dtypes: dict[str, str] = {}
@@ -91,25 +94,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         next(folder.glob(pattern), None) for pattern in _TIKTOKEN
     ):
         raise CheckpointError(
-            f"{folder}: no tokenizer: tokenizer.json or tokenizer.model is missing"
+            f"{folder}: no tokenizer: add the checkpoint's tokenizer.json or tokenizer.model"
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            _read_json(folder / name, "")
+            _read_json(folder / name)
     nbytes = sum(part.stat().st_size for part in parts)
     dtype = weights.most_common(1)[0][0] if weights else ""
     return Checkpoint(folder, _architecture(folder, config), dtype, nbytes)
 
 
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file. what: what it is for, in the error for a missing file."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a file that contains a JSON object. Raises CheckpointError."""
     if not path.exists():
-        raise CheckpointError(f"{path}: is missing; it is {what}")
+        raise CheckpointError(f"{path}: the file is missing: give a folder with a checkpoint")
     try:
         with open_regular(path) as file:
             if file.read(len(BOM_UTF8)) == BOM_UTF8:
-                # transformers and upstream's converter read it again, and refuse the mark
-                raise CheckpointError(f"{path}: begins with a byte order mark; save it without")
+                # transformers and llama.cpp's converter would refuse the mark.
+                raise CheckpointError(f"{path}: begins with a byte order mark: save it without")
         found = json.loads(read_text(path, MAX_JSON_BYTES))
     except TextFileError as error:
         raise CheckpointError(str(error)) from None
@@ -123,17 +126,17 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 def _architecture(folder: Path, config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"{folder / 'config.json'}: names no architecture")
+        raise CheckpointError(f"{folder / 'config.json'}: no architecture in 'architectures'")
     return names[0]
 
 
 def _parts(folder: Path) -> list[Path]:
-    """All files of weights. Raises CheckpointError for one that is not there."""
+    """Return the paths of all weight files. Raises CheckpointError if one is missing."""
     index = folder / INDEX
     if index.is_file():
-        named = _read_json(index, "").get("weight_map")
+        named = _read_json(index).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
-            raise CheckpointError(f"{index}: no weight_map that says which file holds what")
+            raise CheckpointError(f"{index}: no valid 'weight_map' from tensors to files")
         parts = sorted({folder / name for name in named.values()})
         for part in parts:
             if part.parent != folder:
@@ -143,7 +146,7 @@ def _parts(folder: Path) -> list[Path]:
             folder.glob("pytorch_model*.bin")
         )
     if not parts:
-        raise CheckpointError(f"{folder}: no weights: neither safetensors nor pytorch_model.bin")
+        raise CheckpointError(f"{folder}: no weights: expected *.safetensors or pytorch_model.bin")
     expected = set(parts)
     for part in parts:
         match = _SHARD.fullmatch(part.name)
@@ -153,9 +156,9 @@ def _parts(folder: Path) -> list[Path]:
                 for i in range(1, int(match[4]) + 1)
             }
     for part in sorted(expected):
-        if not os.path.isfile(part):  # It is false also for names that no file can have.
+        if not os.path.isfile(part):  # Path.is_file() raises ValueError for some invalid names.
             raise CheckpointError(
-                f"{part}: is missing, one of {len(expected)} files of weights; download it again"
+                f"{part}: one of {len(expected)} weight files is missing: download it again"
             )
     return parts
 
@@ -163,43 +166,52 @@ def _parts(folder: Path) -> list[Path]:
 def _tensors(
     path: Path, header: dict[str, Any], data_bytes: int
 ) -> Iterator[tuple[str, str, list[int]]]:
-    """(name, type, shape) of each tensor of a safetensors file. Raises CheckpointError if the file
-    is cut short or damaged."""
+    """Yield name, type and shape of each tensor in a safetensors file.
+
+    Raises CheckpointError if the file is truncated or damaged.
+    """
     for name, entry in header.items():
         where = f"{path}: tensor {name}"
         try:
             dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
             start, end = (int(each) for each in entry["data_offsets"])
         except (LookupError, TypeError, ValueError, OverflowError):
-            raise CheckpointError(f"{where}: its header entry makes no sense") from None
+            raise CheckpointError(
+                f"{where}: invalid header entry: download the file again"
+            ) from None
         if dtype not in DTYPE_BITS:
             raise CheckpointError(f"{where}: unknown type {dtype}")
         n = prod(shape)
         if min(shape, default=0) < 0 or start < 0 or (end - start) * 8 != n * DTYPE_BITS[dtype]:
-            raise CheckpointError(f"{where}: {end - start} bytes do not hold {shape} of {dtype}")
+            raise CheckpointError(
+                f"{where}: {end - start} bytes do not match the shape {shape} of {dtype}"
+            )
         if end > data_bytes:
             raise CheckpointError(
-                f"{where}: ends {end - data_bytes} bytes past the end of the file, which was cut"
-                " short: download it again"
+                f"{where}: ends {end - data_bytes} bytes past the end of the truncated file:"
+                " download it again"
             )
         yield name, dtype, shape
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and how many bytes of data follow it."""
+    """Return the header of a safetensors file and the size of the data after it."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise CheckpointError(f"{path}: ends inside its header: download it again")
+                raise CheckpointError(f"{path}: truncated inside the header: download it again")
             if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path}: a header of {length} bytes: not safetensors")
+                raise CheckpointError(
+                    f"{path}: not a safetensors file: a header of {length} bytes exceeds the"
+                    f" maximum of {MAX_HEADER_BYTES}"
+                )
             found = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: its header is not JSON: not safetensors") from None
+        raise CheckpointError(f"{path}: not a safetensors file: the header is not JSON") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: its header is not a JSON object: not safetensors")
+        raise CheckpointError(f"{path}: not a safetensors file: the header is not a JSON object")
     return found, size - 8 - length

@@ -1,8 +1,7 @@
-"""``convert``: a Hugging Face checkpoint to one model file with every expert in several
-precisions.
+"""Convert a Hugging Face checkpoint to a packed model, without an intermediate file.
 
-No file lies between: upstream's converter only describes its tensors, and ``pack`` reads them
-as if they stood in a GGUF, a run of rows of one expert at a time.
+llama.cpp's converter describes the tensors, and `pack` reads them as if they were in a GGUF file,
+one run of rows of one expert at a time.
 """
 
 import os
@@ -40,24 +39,26 @@ from gguf_tools.quantize.tiers import parse_tiers
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Tensors whose parts cannot be computed one by one are kept whole. There are two of them at a
-# time: the one that all threads read, and the one that the first of them has gone on to.
+# Number of whole tensors to keep in memory if their parts cannot be computed separately: the one
+# that most threads read, and the next one, with which a faster thread has already started.
 _KEPT_WHOLE = 2
 
 
 def check_arguments(
     dst: str | os.PathLike[str], tiers: Sequence[str], has_importance: bool = False
 ) -> None:
-    """Raise QuantizeError for tiers, and WriteError for a target, that ``convert`` would refuse
-    whatever the checkpoint."""
+    """Check the arguments of `convert` that can be checked without the checkpoint.
+
+    Raises QuantizeError for invalid tiers and WriteError for a target that cannot be written.
+    """
     parse_tiers(tiers, has_importance)
     path = Path(dst)
     if path.is_dir():
-        raise WriteError(f"{path}: is a folder")
+        raise WriteError(f"{path}: is a folder: choose a file name")
     if not path.parent.is_dir():
-        raise WriteError(f"{path}: there is no folder {path.parent}")
+        raise WriteError(f"{path}: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise WriteError(f"{path}: {path.parent} cannot be written")
+        raise WriteError(f"{path}: no permission to write to the folder {path.parent}")
 
 
 def convert(
@@ -73,25 +74,27 @@ def convert(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> PackReport:
-    """Write ``dst`` with the experts of the checkpoint folder ``src`` in ``tiers`` (type
-    names, best first).
+    """Convert the checkpoint folder `src` to the packed model `dst`.
 
-    Tiers are quantized from the checkpoint's own values. Other tensors get the type that
-    upstream's converter gives them in a model of the checkpoint's type; ``dense`` names
-    another one for matrices among them. ``imatrix``: an importance matrix of llama.cpp that
-    weighs the columns of experts. ``title`` names the model, where the folder's name and
-    its README do not. ``on_header`` gets a file with the header that ``dst`` will have, and no
-    data, before anything is computed; what it raises ends the conversion.
-    ``progress`` gets the finished share, 0 to 1.
+    Tiers are quantized directly from the checkpoint's values. Other tensors get the type that
+    llama.cpp's converter chooses. Raises CheckpointError, ConvertError or GGUFError. On an
+    exception, including Ctrl-C, dst is not created.
 
-    Raises CheckpointError, ConvertError and GGUFError, each one sentence; on any exception,
-    Ctrl-C included, nothing is left behind.
+    tiers: type names of the tiers, such as `q4_k`, the best first.
+    title: name of the model. Default: the name in the README or the folder name.
+    dense: type for the two-dimensional float matrices that are not experts.
+    imatrix: file with an importance matrix of llama.cpp.
+    trust_remote_code: run Python code that the checkpoint contains for its tokenizer.
+    on_header: called with a temporary file that has the header of `dst` and no data, before
+        anything is computed. An exception that it raises ends the conversion.
+    progress: called with the finished share, 0 to 1.
+    threads: number of compute threads. Default: the usable cores.
     """
     started = time.monotonic()
     check_arguments(dst, tiers, imatrix is not None)
     checkpoint = open_checkpoint(Path(src))
     ggml = load_ggml()
-    # There are as many threads of ours as cores, so torch shall not start others in each of them.
+    # pack() runs one thread per core, so torch must not start more threads in each of them.
     with one_torch_thread():
         description = run_converter(checkpoint, title=title, trust_remote_code=trust_remote_code)
         source = CheckpointFile(checkpoint, description, ggml)
@@ -122,17 +125,16 @@ def _opened(file: GGUFFile, checkpoint: Checkpoint) -> ExpertModel:
         return ExpertModel.of_parts([file])
     except NotMoEError:
         raise NotMoEError(
-            f"{checkpoint.folder}: {checkpoint.architecture} has no experts: not a"
-            " Mixture-of-Experts model"
+            f"{checkpoint.folder}: not a Mixture-of-Experts model: {checkpoint.architecture} has no"
+            " experts"
         ) from None
 
 
 class CheckpointFile(GGUFFile):
-    """A checkpoint as a GGUF that nobody has written. Its header is real, and its data is
-    computed when it is read.
+    """A virtual GGUF file of a checkpoint, whose data is computed when it is read.
 
-    Experts are F32 here, whatever the checkpoint holds, so that tiers lose nothing twice.
-    Reading is safe from several threads.
+    Experts have the type F32 regardless of the checkpoint's type, so that they are only rounded
+    once, to their tiers. Several threads can read at the same time.
     """
 
     def __init__(self, checkpoint: Checkpoint, description: Description, ggml: Ggml) -> None:
@@ -156,7 +158,7 @@ class CheckpointFile(GGUFFile):
 
     @contextmanager
     def header_alone(self) -> Iterator[Path]:
-        """A temporary file of this header and size whose data are a hole."""
+        """Create a temporary sparse file with this header and size, but no data, for the block."""
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(self._header_bytes)
             file.flush()
@@ -164,7 +166,8 @@ class CheckpointFile(GGUFFile):
             yield Path(file.name)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
-        """Bytes [nbytes] from a file offset, which lie in one tensor or in the header."""
+        """Return the bytes [nbytes] at a file offset. The range must be within one tensor or within
+        the header."""
         if offset < self.data_offset:
             return super().bytes_at(offset, nbytes)
         info = self._infos[bisect_right(self._offsets, offset) - 1]
@@ -176,7 +179,7 @@ class CheckpointFile(GGUFFile):
         return rows[skipped : skipped + nbytes]
 
     def _rows(self, info: TensorInfo, first: int, last: int) -> Bytes:
-        """Encoded rows first to last of a tensor, counted over all its dimensions."""
+        """Return the encoded rows from first to last (exclusive), counted over all dimensions."""
         values = self._values[info.name]
         if not lazy.divisible(values):
             values = self._computed(info.name, values)

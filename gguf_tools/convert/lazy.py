@@ -1,11 +1,10 @@
-"""Pieces of the tensors that upstream's converter has promised but not yet computed.
+"""Compute parts of the lazy tensors of llama.cpp's converter.
 
-The converter describes a tensor by a graph of torch and numpy calls over memory-mapped
-files (``gguf.LazyBase``), the experts of a layer as one ``torch.stack``. Computing such a
-tensor whole takes the memory of a whole layer in float32, twice. Here a piece is computed from
-pieces: one of the tensors that a stack holds, or a part of the argument of a call that leaves the
-leading dimensions alone. Nothing is kept in the graph, so what was computed is freed with the
-result.
+The converter represents a tensor as a graph of torch and numpy calls over memory-mapped files
+(`gguf.LazyBase`). The experts of a layer are one `torch.stack`. Computing such a tensor at once
+needs twice the memory of a whole layer in float32. This module computes only the requested part: it
+selects single tensors of a stack, and applies calls that do not affect the leading dimensions to a
+part of their argument. The graph does not keep intermediate results.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# These calls do the same to every number, whatever its place.
+# Calls that treat every number in the same way, regardless of its position.
 _ELEMENTWISE = ("to", "float", "half", "bfloat16", "contiguous", "clone", "numpy", "astype")
 _PARTS = ("split", "chunk")
 
@@ -22,8 +21,10 @@ Cuts = tuple[slice, ...]
 
 
 class _Call(NamedTuple):
-    """A call that leaves the first ``n_free`` dimensions of its operand alone, so that they may be
-    cut before it instead of after."""
+    """A call that does not affect the first `n_free` dimensions of its operand.
+
+    Slices of these dimensions can be applied to the operand instead of the result.
+    """
 
     operand: Any
     n_free: int
@@ -31,10 +32,10 @@ class _Call(NamedTuple):
 
 
 def compute(node: Any, cuts: Cuts = ()) -> Any:
-    """The part ``node[cuts]`` of a lazy tensor, or of an array or tensor that is there.
+    """Compute the part `node[cuts]` of a lazy tensor, an array or a torch tensor.
 
-    cuts: slices with start and stop, of the leading dimensions, the first one first. All
-    dimensions stay. The result is the whole where nothing is cut.
+    cuts: one slice with start and stop for each of the leading dimensions. An empty tuple computes
+        the whole tensor. The result has as many dimensions as the node.
     """
     if not _is_lazy(node):
         return _cut(node, cuts)
@@ -52,10 +53,10 @@ def compute(node: Any, cuts: Cuts = ()) -> Any:
 
 
 def divisible(node: Any) -> bool:
-    """Whether ``compute`` of one step along the first dimension does not compute the whole."""
+    """Return whether `compute` can compute one step of the first dimension without the rest."""
     if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True
-    if not any(map(_holds_lazy, node._args)):
+    if not any(map(_has_lazy, node._args)):
         return True  # The node is a view of a mapped file.
     call = _call(node)
     return call is not None and divisible(call.operand)
@@ -66,13 +67,13 @@ def _cut(value: Any, cuts: Cuts) -> Any:
 
 
 def _is_lazy(node: Any) -> bool:
-    # LazyBase answers every other name by asking the tensor it stands for.
+    # hasattr() would not do: LazyBase forwards unknown attributes to its tensor.
     return "_func" in getattr(node, "__dict__", {})
 
 
-def _holds_lazy(value: Any) -> bool:
+def _has_lazy(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_lazy, value))
+        return any(map(_has_lazy, value))
     return _is_lazy(value)
 
 
@@ -83,16 +84,17 @@ def _whole(value: Any) -> Any:
 
 
 def _stacked(node: Any) -> Any:
-    """The tensors that a node stacks along a new first dimension; None where it does not."""
+    """Return the tensors that a node stacks along a new first dimension, or None for any other
+    node."""
     is_stack = getattr(node._func, "__name__", "") == "stack" and len(node._args) == 1
     return node._args[0] if is_stack and node._kwargs in ({}, {"dim": 0}) else None
 
 
 def _call(node: Any) -> _Call | None:
-    """What a node calls; None where that is not known to leave any dimension alone."""
+    """Return the call of a node, or None if the call may affect the first dimension."""
     func, args, kwargs, index = node._func, node._args, node._kwargs, None
     if getattr(func, "__name__", "") == "eager_tuple_element":
-        # The node is one of several results. LazyBase keeps the call itself in the closure.
+        # The node is one of several results. LazyBase stores the call in a closure.
         (args, _), index = args
         func = inspect.getclosurevars(func).nonlocals["fn"]
     if not args or not _is_lazy(args[0]):
@@ -111,8 +113,10 @@ def _call(node: Any) -> _Call | None:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The name of the method that a call stands for, which LazyBase's own lambdas call on their
-    argument; empty where that is not known."""
+    """Return the name of the tensor method that a node's function calls, or "" if unknown.
+
+    LazyBase wraps most methods in lambdas.
+    """
     name = getattr(func, "__name__", "")
     if name != "<lambda>":
         return name if name in ("__getitem__", *_PARTS) else ""
@@ -124,7 +128,10 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> int:
-    """How many leading dimensions a method leaves alone. rest: its arguments but the first."""
+    """Return the number of leading dimensions that a method does not affect.
+
+    rest: the method's arguments without the tensor itself.
+    """
     if name in _ELEMENTWISE:
         return n_dims
     if name == "transpose" and all(isinstance(each, int) for each in rest):
@@ -142,7 +149,7 @@ def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> 
 
 
 def _n_untouched(index: tuple[Any, ...], n_dims: int) -> int:
-    """How many leading dimensions an index of slices takes whole."""
+    """Return the number of leading dimensions that an index of slices selects completely."""
     first, *rest = index
     if first is Ellipsis:
         return n_dims - len(rest) if all(isinstance(each, slice) for each in rest) else 0

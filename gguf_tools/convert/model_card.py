@@ -1,7 +1,8 @@
-"""The front matter of a checkpoint's README.md: its license, tags, languages and origin.
+"""Read the front matter of a checkpoint's README.md: its license, tags, languages and origin.
 
-Upstream's converter copies it to the model's metadata. People write it by hand, so that it holds
-whatever YAML allows. What cannot be copied is left out with a note: no weight depends on it.
+llama.cpp's converter copies these fields to the model's metadata. They are written by hand and can
+contain anything that YAML allows. Fields that cannot be copied are left out with a note, because
+the weights do not depend on them.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 README = "README.md"
 MAX_BYTES = 1 << 20
-# The fields that upstream's converter reads: texts, lists of texts, and lists of texts or records.
+# The fields that the converter reads: texts, lists of texts, and lists of texts or records.
 _OWN = "author version organization description finetune basename url doi uuid repo_url".split()
 _TEXTS = frozenset(
     ["name", *_OWN, "size_label", "license_name", "license_link", "model_creator", "model_type"]
@@ -23,16 +24,18 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def read_model_card(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the fields in the README.md of a checkpoint folder that can be copied, and a note that
-    names the file and what was left out, or "" if that is nothing."""
+    """Return the fields in a checkpoint's README.md that can be copied, and a note.
+
+    The note names the fields that were left out. It is empty if there are none.
+    """
     path = folder / README
     try:
         text = _front_matter(path)
         found = _parsed(text) if text is not None else {}
     except OSError as error:
-        return {}, f"{path}: its metadata is not copied: {error.strerror}"
+        return {}, f"{path}: the metadata is not copied: {error.strerror}"
     except ValueError as error:
-        return {}, f"{path}: its metadata is not copied: {error}"
+        return {}, f"{path}: the metadata is not copied: {error}"
     fields: dict[str, Any] = {}
     odd = []
     for key, value in found.items():
@@ -42,13 +45,13 @@ def read_model_card(folder: Path) -> tuple[dict[str, Any], str]:
         if fields[key] is None:
             odd.append(key)
             del fields[key]
-    note = f"{path}: not copied, since a text or a list of texts is expected: {', '.join(odd)}"
+    note = f"{path}: fields not copied (expected a text or a list of texts): {', '.join(odd)}"
     return fields, note if odd else ""
 
 
 def _front_matter(path: Path) -> str | None:
-    """The lines between `---` at the start of a file; None if there are none. Raises ValueError,
-    with the reason, if they cannot be read."""
+    """Return the lines between two `---` at the start of a file, or None if there is no front
+    matter. Raises ValueError, with the reason, if the front matter cannot be read."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -59,43 +62,43 @@ def _front_matter(path: Path) -> str | None:
     try:
         text = start.decode("utf-8-sig", errors="strict" if is_all else "ignore")
     except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
+        raise ValueError("the file is not UTF-8") from None
     first, *lines = [line.rstrip() for line in text.splitlines()]
     if first != "---":
         return None
     if "---" in lines:
         lines = lines[: lines.index("---")]
     elif not is_all:
-        raise ValueError(f"its front matter does not end within {MAX_BYTES >> 20} MiB")
-    # Tabs are no indentation in YAML, and are written as such nevertheless.
+        raise ValueError(f"the front matter is longer than {MAX_BYTES >> 20} MiB")
+    # YAML does not allow tabs as indentation, but some files have them.
     return "\n".join(lines).replace("\t", "  ")
 
 
 def _parsed(text: str) -> dict[Any, Any]:
-    """The fields in a text of YAML. Raises ValueError, with the reason, if it has none."""
+    """Parse a YAML mapping. Raises ValueError, with the reason, if the text is not one."""
     import yaml
 
-    # This loader makes a text of each scalar: `no` is a language, and 2.10 a version. It creates
-    # no objects of Python.
+    # This loader returns every scalar as a text, so the language `no` does not become False and the
+    # version 2.10 does not become 2.1. It cannot create Python objects.
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
         found = yaml.load(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 2}" if mark is not None else ""
-        reason = getattr(error, "problem", None) or "it has unexpected characters"
-        raise ValueError(f"it is not YAML{where}: {reason}") from None
+        reason = getattr(error, "problem", None) or "unexpected characters"
+        raise ValueError(f"not valid YAML{where}: {reason}") from None
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the front matter is nested too deeply") from None
     if found is None or found == "":
         return {}
     if not isinstance(found, dict):
-        raise ValueError("its front matter is not a mapping")
+        raise ValueError("the front matter is not a mapping")
     return found
 
 
 def _copied(key: str, value: Any) -> Any:
-    """A field as it is copied, without nulls in lists; None if it cannot be."""
+    """Return a field's value without nulls in lists, or None if it cannot be copied."""
     if _is_text(value):
         return value
     if key in _TEXTS or not isinstance(value, list):
@@ -105,14 +108,15 @@ def _copied(key: str, value: Any) -> Any:
 
 
 def _is_entry(key: str, value: Any) -> bool:
-    """Whether a list under this key may have such an entry."""
+    """Return whether a value is a valid list entry for this key."""
     if isinstance(value, dict) and key in _RECORDS:
         return all(_is_text(each) for pair in value.items() for each in pair)
     return _is_text(value)
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a text in whole characters: escapes in YAML may be half of one."""
+    """Return whether a value is a text that can be encoded. YAML escapes can make lone surrogates,
+    which cannot."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

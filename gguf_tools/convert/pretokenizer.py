@@ -1,7 +1,8 @@
-"""Which of llama.cpp's pre-tokenizers a tokenizer.json describes.
+"""Recognize llama.cpp's pre-tokenizers in a tokenizer.json.
 
-Upstream's converter recognises a pre-tokenizer by a hash over the tokens of a test text, so
-it knows published vocabularies only. The rules themselves say as much for any vocabulary.
+llama.cpp's converter recognizes a pre-tokenizer by a hash of the tokens of a test text, so it only
+knows published vocabularies. This module compares the pre-tokenizer's rules instead, which works
+for any vocabulary.
 """
 
 import json
@@ -18,9 +19,9 @@ _SPLITS = {QWEN2_SPLIT: "qwen2", LLAMA3_SPLIT: "llama-bpe"}
 
 
 def pre_tokenizer(folder: Path) -> str | None:
-    """``tokenizer.ggml.pre`` of the byte-level BPE in a checkpoint's tokenizer.json.
+    """Return the value of `tokenizer.ggml.pre` for the byte-level BPE in a checkpoint's folder.
 
-    None where its rules are none of those known here, or there is no such file.
+    Return None if tokenizer.json is missing or has rules that this module does not know.
     """
     try:
         rules = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -32,7 +33,8 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _is_neutral(normalizer: Any) -> bool:
-    """Composed characters are what texts hold anyway: llama.cpp leaves NFC out as well."""
+    """Return whether a normalizer can be ignored. NFC can, as in llama.cpp: texts usually contain
+    composed characters already."""
     return normalizer is None or normalizer == {"type": "NFC"}
 
 

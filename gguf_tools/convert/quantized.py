@@ -1,6 +1,7 @@
-"""Quantized checkpoints that upstream's converter cannot read, or would read without their scales.
+"""Refuse quantized checkpoints that llama.cpp's converter cannot read, or would read without their
+scales.
 
-Everything here goes by config.json and by the names and types of tensors.
+The checks use config.json and the names and types of the tensors.
 """
 
 from collections.abc import Mapping
@@ -9,18 +10,17 @@ from typing import Any
 
 from gguf_tools.errors import CheckpointError
 
-_INSTEAD = "convert the checkpoint that it was made from"
+_INSTEAD = "convert the original, unquantized checkpoint instead"
 _FP8 = ("F8_E4M3", "F8_E5M2")
 
 
 def check_quantization(
     folder: Path, config: dict[str, Any], dtypes: Mapping[str, str], is_mlx: bool
 ) -> None:
-    """Raise CheckpointError for a checkpoint of MLX or bitsandbytes, and for one with a quantized
-    matrix whose scale is missing.
+    """Raise CheckpointError for checkpoints of MLX or bitsandbytes, and for missing scales.
 
-    dtypes: types of all tensors by name, as safetensors names them. is_mlx: whether a file of
-    weights says that MLX wrote it.
+    dtypes: safetensors type of each tensor by name.
+    is_mlx: whether the metadata of a weight file names MLX as its format.
     """
     text = config.get("text_config")
     configs = [config, text] if isinstance(text, dict) else [config]
@@ -29,12 +29,13 @@ def check_quantization(
     groups = config.get("quantization")
     if is_mlx or (isinstance(groups, dict) and "group_size" in groups):
         raise CheckpointError(
-            f"{folder}: written by Apple's MLX, which has a form of its own: {_INSTEAD}"
+            f"{folder}: written by Apple's MLX in a format that llama.cpp's converter cannot read:"
+            f" {_INSTEAD}"
         )
     if any(map(_is_bitsandbytes, settings)) or any("bitsandbytes" in name for name in dtypes):
         raise CheckpointError(
-            f"{folder}: quantized by bitsandbytes, in a form that upstream's converter cannot read:"
-            f" {_INSTEAD}"
+            f"{folder}: quantized by bitsandbytes in a format that llama.cpp's converter cannot"
+            f" read: {_INSTEAD}"
         )
     for name, dtype in dtypes.items():
         wanted = _scales_of(name, dtype, bool(settings))
@@ -52,11 +53,11 @@ def _is_bitsandbytes(settings: dict[str, Any]) -> bool:
 
 
 def _scales_of(name: str, dtype: str, has_settings: bool) -> list[str]:
-    """Names of which a tensor needs one as its scale; none if it needs no scale.
+    """Return the possible names of a tensor's scale, or an empty list if it needs no scale.
 
-    NVFP4 has scales of blocks in FP8, and one scale of those: `weight_scale_2` as ModelOpt writes
-    it, `weight_global_scale` in compressed-tensors. Upstream's converter takes 1 if it is missing.
-    It leaves an FP8 matrix without scale as it is.
+    NVFP4 block scales are FP8 tensors, which have a scale themselves: `weight_scale_2` in files of
+    ModelOpt, `weight_global_scale` in those of compressed-tensors. If it is missing, llama.cpp's
+    converter silently uses 1. It also silently ignores the missing scale of an FP8 matrix.
     """
     if dtype not in _FP8:
         return []

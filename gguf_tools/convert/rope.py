@@ -1,7 +1,7 @@
-"""Whether the scaling of rotary positions that a config.json asks for is in the converted model.
+"""Check that a converted model has the RoPE scaling that its config.json specifies.
 
-Upstream's converter logs a warning for a type that it does not know, or nothing if its class for
-the architecture handles no scaling. A model without its scaling answers, and is wrong.
+llama.cpp's converter only logs a warning for an unknown scaling type, and nothing if its class for
+the architecture ignores scaling. A model without its scaling runs, but gives wrong answers.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from typing import Any
 from gguf_tools.errors import ConvertError
 
 _NONE = ("", "default")
-# What a converted model has for each type: a key without its architecture, or a tensor.
+# The metadata key (without its architecture) or tensor that the converter writes for each type.
 _WRITTEN = {
     "linear": ".rope.scaling.factor",
     "yarn": ".rope.scaling.factor",
@@ -26,10 +26,12 @@ _WRITTEN = {
 
 
 def check_rope(config: Path, parameters: dict[str, Any], written: Collection[str]) -> str:
-    """Compare rope parameters, as upstream's converter has them, with the names of the keys and
-    tensors that it wrote. config: the file that is named.
+    """Check that the converter has written the RoPE scaling. Return a note for the user, or "".
 
-    Return a note for the user, or "". Raise ConvertError if a scaling is lost.
+    config: path of config.json for messages.
+    parameters: RoPE parameters as the converter has read them.
+    written: names of the metadata keys and tensors that the converter has written.
+    Raises ConvertError if the scaling is lost.
     """
     chosen = parameters.get("full_attention") or parameters
     kind = str(chosen.get("rope_type") or "").lower()
@@ -37,15 +39,15 @@ def check_rope(config: Path, parameters: dict[str, Any], written: Collection[str
         return ""
     if kind == "dynamic":
         return (
-            f"{config}: the rope type 'dynamic' is not converted; it matters above the length of"
-            " context that the model was trained with"
+            f"{config}: the RoPE scaling 'dynamic' is not converted: do not use a context longer"
+            " than the one that the model was trained with"
         )
     if kind not in _WRITTEN:
         raise ConvertError(
-            f"{config}: the rope type {kind[:40]!r} is unknown to upstream's converter, and the"
-            " model would be wrong without it"
+            f"{config}: llama.cpp's converter does not support the RoPE scaling {kind[:40]!r}, and"
+            " without it the model would give wrong answers"
         )
     raise ConvertError(
-        f"{config}: upstream's converter drops the rope type '{kind}' for this architecture, and"
-        " the model would be wrong without it"
+        f"{config}: llama.cpp's converter does not support the RoPE scaling '{kind}' for this"
+        " architecture, and without it the model would give wrong answers"
     )

@@ -1,8 +1,9 @@
-"""llama.cpp's own converter of checkpoints, run as a library.
+"""Run llama.cpp's checkpoint converter as a library.
 
-It knows names, hyperparameters and tokenizers of every architecture. What it would write is
-taken from it as metadata and lazy tensors; not a byte of weights is read before they are used.
-The converter and the ``gguf`` package of its version come with the built llama.cpp.
+The converter knows the tensor names, hyperparameters and tokenizers of every architecture. Instead
+of letting it write a file, this module takes its metadata and its lazy tensors. The weights are
+read later, when they are needed. The converter and its version of the `gguf` package are part of
+the built llama.cpp.
 """
 
 import importlib
@@ -26,17 +27,16 @@ from gguf_tools.errors import CheckpointError, ConvertError
 from gguf_tools.file.layout import EMBEDDINGS, FLOAT_TYPES, OUTPUT, GGMLType, ValueType
 from gguf_tools.file.writer import encode_value
 
-MISSING_LIBRARIES = (
-    "a conversion needs torch and transformers: run `pip install 'moe-edge[convert]'`"
-)
+MISSING_LIBRARIES = "converting needs torch and transformers: run `pip install 'moe-edge[convert]'`"
 _LIBRARIES = ("torch", "transformers", "safetensors", "sentencepiece", "tokenizers")
-# Others on PyPI have the names of its modules, so sys.modules holds them only while they run.
+# The converter's modules. PyPI has other packages with these names, so the converter's modules are
+# in sys.modules only while it runs.
 _OURS = ("conversion", "gguf")
-# Upstream's loggers, and one whose warnings are about other things than the conversion.
+# The converter's loggers, and a logger whose warnings do not concern the conversion.
 _LOGGERS = ("hf-to-gguf", "gguf", "metadata")
 _QUIET = "transformers"
-# Warnings that say nothing about the result: what is checked here, a class that overrides what its
-# base class wrote, tokens around two texts, speed in other programs.
+# Parts of warnings that do not concern the result: faults that this package checks itself, keys
+# that a class sets again after its base class, templates for two texts, speed of other programs.
 _HARMLESS = (
     "Unknown RoPE type",
     "Failed to load model config",
@@ -48,9 +48,9 @@ _HARMLESS = (
 )
 _MOST_NOTES = 5
 _FILE_TYPE = {"F32": "ALL_F32", "F16": "MOSTLY_F16"}
-# Where checkpoints were published with a class of their makers, transformers' own has another name.
+# Class names in transformers, and their names in published checkpoints, which the converter knows.
 _OTHER_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
-# A class implies these settings, and transformers leaves them out of the configuration it writes.
+# Settings that a class implies, so that transformers does not write them to config.json.
 _IMPLIED = {
     name: {"scoring_func": "sigmoid"}
     for name in (
@@ -63,7 +63,8 @@ _IMPLIED = {
         "MiniMaxM2ForCausalLM",
     )
 } | {"AfmoeForCausalLM": {"route_norm": True}}
-# Architectures that llama.cpp loads only with an output matrix of their own, tied or not.
+# Architectures that llama.cpp only loads with a separate output matrix, even if it is tied to the
+# embeddings.
 _OWN_OUTPUT = frozenset(
     (
         *("bailingmoe", "bailingmoe2", "dots1", "gpt-oss", "minimax-m2", "olmoe", "phimoe"),
@@ -75,10 +76,11 @@ _modules: dict[str, ModuleType] = {}
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is still to be computed.
+    """A tensor of the converter that has not been computed yet.
 
-    Its shape is in ggml order (row length first), its type is what upstream's rules give it.
-    ``values`` [reversed shape] are bytes where that is not a float type.
+    shape: dimensions in ggml order, the row length first.
+    type: the type that the converter chose.
+    values: lazy tensor in the reverse order of dimensions. Encoded bytes if type is not a float.
     """
 
     name: str
@@ -89,8 +91,12 @@ class LazyTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Description:
-    """What upstream's converter would write: encoded metadata by key, and tensors in order.
-    ``notes`` are sentences for the user about what was left out or is uncertain."""
+    """The output of llama.cpp's converter.
+
+    metadata: encoded metadata values by key.
+    tensors: the tensors in file order.
+    notes: warnings for the user.
+    """
 
     metadata: dict[str, bytes]
     tensors: list[LazyTensor]
@@ -98,17 +104,20 @@ class Description:
 
 
 def archive() -> Path:
-    """The archive of the converter; ConvertError where the installed llama_cpp is not ours."""
+    """Return the path of the archive with llama.cpp's converter.
+
+    Raises ConvertError if the installed llama_cpp package is not the one that moe-edge built.
+    """
     with suppress(built.NotBuilt):
         path = built.package() / "upstream.zip"
         if path.is_file():
             return path
-    raise ConvertError(f"the converter comes with our llama.cpp: {built.advice()}")
+    raise ConvertError(f"llama.cpp's converter is not installed: {built.advice()}")
 
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """torch computes on the calling thread alone; ConvertError where there is no torch."""
+    """Limit torch to the calling thread during the block. Raises ConvertError without torch."""
     try:
         import torch
     except ImportError:
@@ -124,12 +133,12 @@ def one_torch_thread() -> Iterator[None]:
 def run_converter(
     checkpoint: Checkpoint, *, title: str | None = None, trust_remote_code: bool = False
 ) -> Description:
-    """Let upstream's converter read a checkpoint.
+    """Run llama.cpp's converter on a checkpoint and return its metadata and lazy tensors.
 
-    title: general.name, if it shall not be what the folder says. trust_remote_code: run code that
-    the checkpoint brings for its tokenizer. Raises ConvertError: an unknown architecture, a missing
-    library, a scaling of rotary positions that would be lost, and whatever else upstream's code
-    trips over, in one sentence.
+    title: name of the model. Default: the name in the README or the folder name.
+    trust_remote_code: run Python code that the checkpoint contains for its tokenizer.
+    Raises ConvertError for an unknown architecture, a missing library, a RoPE scaling that would be
+    lost, and any other error of the converter.
     """
     with _loaded() as (conversion, base, gguf), _sentences(checkpoint) as warnings:
         import torch
@@ -143,7 +152,7 @@ def run_converter(
             model_class = conversion.get_model_class(architecture)
         except NotImplementedError:
             raise ConvertError(
-                f"{checkpoint.folder / 'config.json'}: upstream's converter does not know the"
+                f"{checkpoint.folder / 'config.json'}: llama.cpp's converter does not support the"
                 f" architecture {architecture}"
             ) from None
         file_type = _FILE_TYPE.get(checkpoint.dtype, "MOSTLY_BF16")
@@ -152,7 +161,7 @@ def run_converter(
             for each in _changes(base, gguf, checkpoint.folder, trust_remote_code, card):
                 stack.enter_context(each)
             stack.enter_context(torch.inference_mode())
-            # The layers that draft tokens ahead are left out: no part of moe-edge runs them.
+            # Leave out the multi-token prediction layers, which moe-edge does not use.
             model_class.no_mtp = model_class.supports_mtp_export
             model = model_class(
                 checkpoint.folder,
@@ -175,8 +184,7 @@ def run_converter(
 
 
 def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTensor]:
-    """The tensors, and a copy of the embeddings where they are the output matrix as well and
-    llama.cpp does not know that."""
+    """Add the embeddings as output matrix if they are tied and llama.cpp needs a separate one."""
     named = {each.name: each for each in tensors}
     embeddings = named.get(EMBEDDINGS)
     if architecture not in _OWN_OUTPUT or OUTPUT in named or embeddings is None:
@@ -185,9 +193,11 @@ def _with_output(tensors: list[LazyTensor], architecture: str) -> list[LazyTenso
 
 
 def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
-    """How many layers come before the first with experts, under the key that the published
-    checkpoints have for it. Where transformers wrote the configuration, it has a list of layers
-    instead."""
+    """Return the setting for the number of dense layers before the first layer with experts.
+
+    A configuration written by transformers has a list of layer types instead of this setting, which
+    published checkpoints have and the converter reads.
+    """
     kinds = config.get("mlp_layer_types")
     if not isinstance(kinds, list) or "sparse" not in kinds:
         return {}
@@ -195,38 +205,43 @@ def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _attention_layers(architecture: str, config: dict[str, Any]) -> dict[str, list[str]]:
-    """The layers' kinds as published, where transformers reads them under names of its own and the
-    converter knows the published ones alone."""
+    """Return the layer types under their published names, for configurations written by
+    transformers: the converter does not know transformers' names."""
     kinds = config.get("layer_types")
     if architecture != "GraniteMoeHybridForCausalLM" or not isinstance(kinds, list):
         return {}
     return {"layer_types": [str(each).removeprefix("full_") for each in kinds]}
 
 
-def _begins(folder: Path) -> bool:
-    """Whether a checkpoint says that a token comes before each text."""
+def _adds_bos(folder: Path) -> bool:
+    """Return whether the tokenizer's configuration adds a BOS token before each text."""
     path = folder / "tokenizer_config.json"
     return path.is_file() and json.loads(path.read_text("utf-8")).get("add_bos_token") is True
 
 
 def _notes(folder: Path, warnings: list[str]) -> list[str]:
-    """What upstream's converter warned of, each sentence once and only the first few."""
+    """Return the converter's relevant warnings as notes: without duplicates, and only the first."""
     lines = dict.fromkeys(" ".join(each.split()) for each in warnings)
-    told = [
+    relevant = [
         each
         for each in lines
         if each
         and not each.startswith("**")
         and not any(harmless in each for harmless in _HARMLESS)
     ]
-    notes = [f"{folder}: upstream's converter warns: {each[:300]}" for each in told[:_MOST_NOTES]]
-    more = len(told) - _MOST_NOTES
+    notes = [
+        f"{folder}: warning of llama.cpp's converter: {each[:300]}"
+        for each in relevant[:_MOST_NOTES]
+    ]
+    more = len(relevant) - _MOST_NOTES
     return [*notes, f"{folder}: and {more} more warnings"] if more > 0 else notes
 
 
 def _chat_template(folder: Path) -> Any:
-    """The chat templates of a checkpoint in files of their own, which go before the one in
-    tokenizer_config.json, as in transformers; None if there are none. Raises ConvertError."""
+    """Return the chat templates in separate files of a checkpoint, or None if there are none.
+
+    As in transformers, they override the template in tokenizer_config.json. Raises ConvertError.
+    """
     main = folder / "chat_template.jinja"
     if not main.is_file():
         return None
@@ -236,7 +251,7 @@ def _chat_template(folder: Path) -> Any:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
-            raise ConvertError(f"{path}: is not UTF-8") from None
+            raise ConvertError(f"{path}: not UTF-8 text: save it as UTF-8") from None
         found.append({"name": "default" if path == main else path.stem, "template": text})
     return found if others else found[0]["template"]
 
@@ -244,7 +259,10 @@ def _chat_template(folder: Path) -> Any:
 def _changes(
     base: Any, gguf: Any, folder: Path, trust_remote_code: bool, card: dict[str, Any]
 ) -> Iterator[AbstractContextManager[None]]:
-    """Replace parts of the converter for one run. card: the fields of the README's front matter."""
+    """Yield context managers that replace functions of the converter during one run.
+
+    card: the fields of the README's front matter.
+    """
     from transformers import AutoTokenizer
 
     quantize = gguf.quants.quantize
@@ -254,13 +272,14 @@ def _changes(
     template = _chat_template(folder)
 
     def keep(data: Any, kind: Any) -> Any:
-        # Tiers are made from the checkpoint's own values, and dense tensors are rounded later.
+        # Do not round floats: the tiers need the checkpoint's values, and CheckpointFile rounds
+        # dense tensors.
         return data if GGMLType(int(kind)) in FLOAT_TYPES else quantize(data, kind)
 
     def load_tokenizer(*args: Any, **options: Any) -> Any:
         tokenizer = load(*args, **{**options, "trust_remote_code": trust_remote_code})
-        # transformers 5 forgets this setting, which the converter asks for.
-        if getattr(tokenizer, "add_bos_token", None) is False and _begins(folder):
+        # transformers 5 loses this setting, which the converter needs.
+        if getattr(tokenizer, "add_bos_token", None) is False and _adds_bos(folder):
             tokenizer._add_bos_token = True
         return tokenizer
 
@@ -287,7 +306,7 @@ def _changes(
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # It is read from __dict__, since a classmethod read as an attribute would come back bound.
+    # vars() instead of getattr(), which would return a bound method for a classmethod.
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -301,7 +320,7 @@ def _tensor(name: str, info: Any) -> LazyTensor:
 
 
 def _encoded(each: Any) -> bytes:
-    """A metadata value as upstream's writer would encode it."""
+    """Encode a metadata value as llama.cpp's writer does."""
     kind = ValueType(int(each.type))
     if kind is not ValueType.ARRAY:
         return encode_value(_text(each.value), kind)
@@ -329,7 +348,7 @@ def _text(value: Any) -> Any:
 
 @contextmanager
 def _loaded() -> Iterator[tuple[Any, Any, Any]]:
-    """The modules (conversion, conversion.base, gguf), in sys.modules while this lasts."""
+    """Import the converter for the block. Yield modules conversion, conversion.base and gguf."""
     place = archive()
     others = _take_out()
     path = list(sys.path)
@@ -357,7 +376,7 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 class _Kept(logging.Handler):
-    """Keeps the texts of log records."""
+    """A log handler that collects the messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -369,7 +388,7 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def _kept_warnings() -> Iterator[list[str]]:
-    """The warnings that upstream's loggers get meanwhile, which go nowhere else."""
+    """Collect the warnings of the converter's loggers during the block instead of printing them."""
     handler = _Kept()
     loggers = [logging.getLogger(name) for name in (*_LOGGERS, _QUIET)]
     before = [(each.level, each.propagate, each.handlers) for each in loggers]
@@ -386,8 +405,10 @@ def _kept_warnings() -> Iterator[list[str]]:
 
 @contextmanager
 def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """Turn what the converter and the libraries below it raise into one sentence. Its value is the
-    list of their warnings so far."""
+    """Convert exceptions of the converter and its libraries to ConvertError.
+
+    Yields the list of their warnings so far.
+    """
     where = str(checkpoint.folder)
     try:
         with _kept_warnings() as warnings:
@@ -396,7 +417,8 @@ def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
         raise
     except KeyError as error:
         raise ConvertError(
-            f"{where}: upstream's converter misses {error} in {checkpoint.architecture}'s files"
+            f"{where}: llama.cpp's converter did not find {error} in the files of"
+            f" {checkpoint.architecture}"
         ) from error
     except Exception as error:
         raise ConvertError(f"{where}: {_explained(error)}") from error
@@ -405,13 +427,16 @@ def _sentences(checkpoint: Checkpoint) -> Iterator[list[str]]:
 def _explained(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if match := _UNPROCESSED.match(text):
-        return f"experts are missing: {match[1]} is there, but not all of its layer"
+        return f"experts are missing: the layer of {match[1]} is incomplete"
     if "pre-tokenizer was not recognized" in text:
-        return "its tokenizer splits text by rules that llama.cpp does not know"
+        return "llama.cpp does not support the tokenizer's pre-tokenizer"
     if "trust_remote_code" in text:
-        return "its tokenizer is code of its own: read it, then give --trust-remote-code"
+        return (
+            "the tokenizer is Python code in the checkpoint: review it, then use"
+            " --trust-remote-code to run it"
+        )
     if isinstance(error, json.JSONDecodeError):
-        return f"a file of it is not JSON: {text}"
+        return f"a file is not JSON: {text}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return f"upstream's converter says: {text[:300]}"
+    return f"llama.cpp's converter failed: {text[:300]}"

@@ -1,4 +1,4 @@
-"""Where the experts of a model lie on disk, and what its metadata says of them."""
+"""Locate a model's experts in its files and read its hyperparameters."""
 
 from gguf_tools.experts.model import DEFAULT_KV, KV_TYPES, ExpertModel
 from gguf_tools.experts.proven import PROVEN

@@ -1,4 +1,4 @@
-"""The hyperparameters of a model, read from its metadata and checked."""
+"""Read and check a model's hyperparameters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,24 +18,27 @@ MAX_NUMBER = 1 << 24
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 40
 
-# What a router makes of its logits, as the key expert_gating_func has it.
+# Gating functions, which turn router logits into weights, by their numbers in the metadata key
+# expert_gating_func.
 SOFTMAX, SIGMOID = 1, 2
-# Architectures whose graph has the sigmoid whatever the metadata says, and those that have it where
-# the metadata says nothing. All others have the softmax then.
+# Architectures whose llama.cpp graph uses the sigmoid regardless of the metadata, and architectures
+# that default to it if the key is missing. All others default to the softmax.
 _ALWAYS_SIGMOID = frozenset(("llama4", "mimo2", "nemotron_h_moe"))
-_SIGMOID_UNSAID = frozenset(
+_DEFAULT_SIGMOID = frozenset(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35")
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What the metadata says of a model's shape.
+    """The hyperparameters of a model.
 
-    ``block_count`` counts all layers; ``routed_blocks`` leaves out those at the end that predict
-    further tokens. ``n_expert_used`` is the most of any layer, where layers differ. ``n_head``
-    and ``n_head_kv`` have one number per layer. ``is_mla`` is true of latent attention. ``gating``
-    is what a router makes of its logits: SOFTMAX, SIGMOID, or another number of llama.cpp's.
+    block_count: number of all layers.
+    routed_blocks: number of layers without the multi-token prediction layers at the end.
+    n_expert_used: experts per token. If layers differ, the maximum.
+    n_head, n_head_kv: one number per layer.
+    is_mla: whether the model uses multi-head latent attention.
+    gating: the router's gating function: SOFTMAX, SIGMOID, or another number of llama.cpp's.
     """
 
     arch: str
@@ -54,10 +57,12 @@ class Hyperparameters:
 
     @classmethod
     def read(cls, file: GGUFFile, expert: TensorInfo) -> "Hyperparameters":
-        """The record of a model whose first file this is.
+        """Read the hyperparameters from the first file of a model.
 
-        expert: an expert tensor of it, which says how many experts there are where the metadata
-        does not. Raises MissingKeyError and MetadataError.
+        Raises MissingKeyError or MetadataError.
+
+        expert: any expert tensor of the model. Its last dimension is the number of experts if the
+            metadata lacks that number.
         """
         keys = _Keys(file)
         blocks = keys.positive("block_count", MAX_LAYERS)
@@ -83,13 +88,18 @@ class Hyperparameters:
 
 
 def routed_blocks(file: GGUFFile) -> int:
-    """How many layers the model proper has: those behind them predict further tokens, and are
-    left alone. Raises GGUFError."""
+    """Return the number of layers without the multi-token prediction layers at the end.
+
+    moe-edge does not manage the experts of those layers. Raises GGUFError.
+    """
     return _Keys(file).routed_blocks()
 
 
 def announced_tiers(file: GGUFFile) -> list[str]:
-    """Tier names of a packed file, best first; one empty name for an ordinary file."""
+    """Return the tier names listed in a packed file's metadata, the best first.
+
+    Return one empty name for a file that is not packed. Raises GGUFError for invalid metadata.
+    """
     if not any(key.startswith(KEY_PREFIX) for key in file.metadata):
         return [""]
     version = metadata_value(file, KEY_FORMAT_VERSION, int, None)
@@ -97,7 +107,8 @@ def announced_tiers(file: GGUFFile) -> list[str]:
         raise _missing(file, KEY_FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise errors.VersionError(
-            f"{file.path}: key {KEY_FORMAT_VERSION}: {version}; this version reads {FORMAT_VERSION}"
+            f"{file.path}: key {KEY_FORMAT_VERSION}: the file has format version {version}, but"
+            f" this version of moe-edge reads {FORMAT_VERSION}"
         )
     names = metadata_value(file, KEY_TIERS, list, None)
     if names is None:
@@ -108,14 +119,14 @@ def announced_tiers(file: GGUFFile) -> list[str]:
     )
     if not valid or not 1 <= len(names) <= MAX_TIERS or len(set(names)) != len(names):
         raise errors.MetadataError(
-            f"{file.path}: key {KEY_TIERS}: {names!r:.200}; expected 1 to {MAX_TIERS} different"
+            f"{file.path}: key {KEY_TIERS}: {names!r:.200}, expected 1 to {MAX_TIERS} different"
             " lower-case names"
         )
     return list(names)
 
 
 class _Keys:
-    """The keys of a model's architecture, which are named without its prefix here."""
+    """Reader of architecture-specific metadata. Key names are given without their prefix."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -131,14 +142,14 @@ class _Keys:
         return metadata_value(self.file, self._key(name), kind, default)
 
     def number(self, name: str, default: int, most: int = MAX_NUMBER) -> int:
-        """A number of 0 to ``most``, or the default where the key is absent."""
+        """Return an integer from 0 to `most`, or the default if the key is missing."""
         value = int(self._value(name, int, default))
         if not 0 <= value <= most:
             raise self._wrong(name, f"{value}, expected 0 to {most}")
         return value
 
     def positive(self, name: str, most: int = MAX_NUMBER) -> int:
-        """A number of 1 to ``most`` that must be there."""
+        """Return a required integer from 1 to `most`."""
         value = self._value(name, int, None)
         if value is None:
             raise _missing(self.file, self._key(name))
@@ -147,7 +158,7 @@ class _Keys:
         return int(value)
 
     def per_layer(self, name: str, n: int, default: list[int]) -> list[int]:
-        """A number, or one number per layer, as a list of n."""
+        """Return a list of n integers. The key has one number for all layers or one per layer."""
         value = self._value(name, (int, list), default)
         values = value if isinstance(value, list) else [value] * n
         if len(values) == 1:
@@ -165,24 +176,24 @@ class _Keys:
     def gating(self) -> int:
         if self.arch in _ALWAYS_SIGMOID:
             return SIGMOID
-        unsaid = SIGMOID if self.arch in _SIGMOID_UNSAID else SOFTMAX
-        return self.number("expert_gating_func", 0) or unsaid
+        default = SIGMOID if self.arch in _DEFAULT_SIGMOID else SOFTMAX
+        return self.number("expert_gating_func", 0) or default
 
     def expert_count(self, expert: TensorInfo) -> int:
-        """Experts of each MoE layer: the key, or where it is absent the tensor's own count."""
+        """Return the number of experts per MoE layer: from the key, otherwise from the tensor."""
         found = expert.shape[2] if len(expert.shape) == 3 else 1
         n_expert = int(self._value("expert_count", int, found))
         if n_expert < 1:
-            raise self._wrong("expert_count", f"{n_expert}")
+            raise self._wrong("expert_count", f"{n_expert}, expected 1 or more")
         return n_expert
 
     def expert_used(self, n_layers: int, n_expert: int) -> int:
-        """Experts per token: the most of any layer, where layers differ."""
+        """Return the number of experts per token. If layers differ, return the maximum."""
         if self._key("expert_used_count") not in self.file.metadata:
             raise _missing(self.file, self._key("expert_used_count"))
         used = max(self.per_layer("expert_used_count", n_layers, []))
         if not 1 <= used <= n_expert:
-            raise self._wrong("expert_used_count", f"{used} of {n_expert} experts")
+            raise self._wrong("expert_used_count", f"{used}, expected 1 to {n_expert} experts")
         return used
 
 

@@ -1,4 +1,4 @@
-"""Checks of a header that llama.cpp leaves out: it would end the process, or compute nonsense."""
+"""Check a model's header for values that make llama.cpp abort the process or compute NaN."""
 
 import math
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ _EPSILONS = (
     "attention.group_norm_epsilon",
 )
 _ROPE_BASES = ("rope.freq_base", "rope.freq_base_swa")
-# The types of tensors with one dimension, and of norms: an addition of ggml's takes no others.
+# Types that ggml's addition supports, which one-dimensional tensors and norms must therefore have.
 _VECTOR_TYPES = (GGMLType.F32, GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
 
 _TOKENS, _TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.ggml.model"
 
 
 def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
-    """Check what llama.cpp asserts, and what makes all it computes NaN.
+    """Check values that llama.cpp only asserts, and values that would make every result NaN.
 
-    parts: the files of the model, the first one with its metadata. Raises MetadataError, which
-    names the key, and TensorTypeError, which names the tensor.
+    parts: the files of the model. The first one has the metadata.
+    Raises MetadataError, which names the key, or TensorTypeError, which names the tensor.
     """
     first = parts[0]
     keys = _Keys(first, hparams.arch)
@@ -42,7 +42,7 @@ def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
 
 
 class _Keys:
-    """The metadata of an architecture, by names without its prefix."""
+    """Reader of architecture-specific metadata. Key names are given without their prefix."""
 
     def __init__(self, file: GGUFFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
@@ -54,13 +54,13 @@ class _Keys:
         return errors.MetadataError(f"{self._file.path}: key {self._prefix}{name}: {text}")
 
     def check(self, name: str, is_right: Any, expected: str) -> None:
-        """Raise MetadataError for a number that is present and not right."""
+        """Raise MetadataError if the key has a number for which `is_right` returns false."""
         value = self.get(name, (int, float), None)
         if value is not None and not is_right(value):
             raise self.fail(name, f"{value}, expected {expected}")
 
     def check_finite(self) -> None:
-        """Raise MetadataError for a number of the architecture that is NaN or infinite."""
+        """Raise MetadataError if any of the architecture's numbers is NaN or infinite."""
         for key, value in self._file.metadata.items():
             if key.startswith(self._prefix):
                 for number in value if isinstance(value, list) else (value,):
@@ -76,7 +76,7 @@ def _check_rope(keys: _Keys, hparams: Hyperparameters) -> None:
         keys.check(
             name,
             lambda value: 0 <= value <= longest and value % 2 == 0,
-            f"an even number of at most {longest}, the length of a key",
+            f"an even number of at most {longest}, the length of an attention key",
         )
     scaling = keys.get("rope.scaling.type", str, "none")
     if scaling not in _ROPE_SCALING:
@@ -102,7 +102,7 @@ def _check_vocabulary(file: GGUFFile) -> None:
     if model == "none" or not tokens:
         return
     known = set(tokens)
-    # llama.cpp names empty tokens after their numbers
+    # llama.cpp replaces empty tokens by distinct names, so they may repeat.
     n_empty = tokens.count("")
     if len(known) - (n_empty > 0) + n_empty < len(tokens):
         again = next(_repeated(tokens))
@@ -111,13 +111,13 @@ def _check_vocabulary(file: GGUFFile) -> None:
         )
     if model == "llama" and "<0x0A>" not in known and "\n" not in known:
         raise errors.MetadataError(
-            f"{file.path}: key {_TOKENIZER}: 'llama', but the vocabulary has no token for a line"
-            " feed (<0x0A>): it is of another kind, such as 'gpt2'"
+            f"{file.path}: key {_TOKENIZER}: 'llama', but the vocabulary has no line feed token"
+            " (<0x0A>): the tokenizer is of another kind, such as 'gpt2'"
         )
 
 
 def _repeated(tokens: list[str]) -> Iterator[int]:
-    """Numbers of tokens whose text an earlier token has."""
+    """Yield the IDs of tokens that have the same text as an earlier token."""
     seen = {""}
     for number, token in enumerate(tokens):
         if token and token in seen:
@@ -131,6 +131,6 @@ def _check_vectors(parts: list[GGUFFile]) -> None:
             is_vector = len(info.shape) == 1 or name.endswith("_norm.weight")
             if is_vector and info.type not in _VECTOR_TYPES:
                 raise errors.TensorTypeError(
-                    f"{part.path}: tensor {name}: its type is {info.type.name}, expected F32:"
-                    " llama.cpp does not compute with another one; convert the model again"
+                    f"{part.path}: tensor {name}: type {info.type.name}, expected F32, the only"
+                    " type that llama.cpp supports here: convert the model again"
                 )

@@ -1,9 +1,9 @@
-"""A Mixture-of-Experts model as it lies on disk, in every precision there is.
+"""A Mixture-of-Experts model on disk, with the file positions of every expert in every tier.
 
-One view serves the three kinds of input: an ordinary GGUF (one tier), a packed multi-tier
-file, and two ordinary GGUFs of one model as high and low. Nothing is copied here, and beyond
-metadata only what chooses experts by token is read; a Slice says where the native store finds the
-bytes.
+ExpertModel represents three kinds of input: an ordinary GGUF (one tier), a packed file (several
+tiers), and two ordinary GGUFs of the same model in a higher and a lower precision. Opening a model
+reads only metadata and routing tables. The native store reads the experts' weights later, at the
+positions given by Slice.
 """
 
 import os
@@ -31,20 +31,29 @@ from gguf_tools.file.reader import GGUFFile, metadata_value, one_line
 from gguf_tools.units import format_size
 
 KV_CELL_PADDING = 256
-# What keys and values may be kept in, by the names of --kv.
+# Types of the KV cache, by the values of the option --kv.
 KV_TYPES = {"f16": GGMLType.F16, "q8_0": GGMLType.Q8_0}
 DEFAULT_KV = "f16"
 
 
 @dataclass(slots=True)
 class ExpertModel(Closing):
-    """A Mixture-of-Experts model as the engine sees it on disk.
+    """A Mixture-of-Experts model and the positions of its experts on disk.
 
-    ``slices[layer][kind][tier]`` counts MoE layers only; ``layer_ids[layer]`` is the
-    model's own layer number. ``shapes[layer][kind]`` is (row length, rows) of one
-    expert's matrix. Tiers are ordered best first. Sizes are bytes. ``dense_bytes`` counts
-    all that is no expert, ``dense_layer_bytes[il]`` what of it is in each of the model's
-    own layers. ``lookup`` are the tables of it that are read by rows, which can stay on disk.
+    The index `layer` counts MoE layers only, and `il` counts all layers. All sizes are in bytes.
+
+    layer_ids: the layer number `il` of each MoE layer.
+    tiers: the stored precisions, the best first.
+    files: paths of the model's files.
+    parts: the opened files, in the same order.
+    slices: position of the experts, as `slices[layer][kind][tier]`.
+    shapes: (row length, rows) of one expert's matrix, as `shapes[layer][kind]`.
+    dense_bytes: size of all tensors that are not experts.
+    dense_layer_bytes: the part of dense_bytes in each layer, by `il`.
+    tier_bytes: size of all experts in each tier.
+    has_shared: whether layers have shared experts.
+    lookup: dense tensors of which only single rows are read, so that they can stay on disk.
+    fallbacks: notes of a packed file on matrices whose type differs from their tier's.
     """
 
     path: Path
@@ -67,23 +76,24 @@ class ExpertModel(Closing):
     def open(
         cls, path: str | os.PathLike[str], low: str | os.PathLike[str] | None = None
     ) -> "ExpertModel":
-        """Open an ordinary or packed model, with ``low`` as an additional lower tier.
+        """Open an ordinary or packed model.
 
-        Raises GGUFError: a malformed file, a model without experts (NotMoEError), a tier
-        that is announced but absent (MissingTierError), or a ``low`` that is another
-        model or not less precise (MismatchError, naming the first difference).
+        low: a file of the same model in a lower precision, which becomes an additional tier.
+        Raises GGUFError: NotMoEError for a model without experts, MissingTierError if a listed tier
+        is missing, MismatchError if `low` is another model or not less precise, and other
+        subclasses for malformed files.
         """
         return cls.of_parts(open_model(path), None if low is None else open_model(low))
 
     @classmethod
     def of_parts(cls, parts: list[GGUFFile], low: list[GGUFFile] | None = None) -> "ExpertModel":
-        """The model in opened files, as ``open_model`` gives them; raises as ``open`` does."""
+        """Create a model from files that `open_model` opened. Raises the errors of `open`."""
         model = _of_one(list(parts))
         return model if low is None else _join(model, _of_one(list(low)))
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The parts of each model file: one list, or two for a model with ``low``."""
+        """The parts of each model: one list of files, or two lists if `open` was given `low`."""
         found: list[list[GGUFFile]] = []
         for part in self.parts:
             if not part.metadata.get(KEY_SPLIT_NO):
@@ -93,48 +103,52 @@ class ExpertModel(Closing):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the first file."""
+        """The metadata of the first file."""
         return self.parts[0].metadata
 
     @property
     def n_layers(self) -> int:
-        """MoE layers."""
+        """The number of MoE layers."""
         return len(self.layer_ids)
 
     @property
     def n_expert(self) -> int:
-        """Experts of each MoE layer."""
+        """The number of experts in each MoE layer."""
         return self.hparams.n_expert
 
     @property
     def n_expert_used(self) -> int:
-        """Experts that a token uses in each MoE layer."""
+        """The number of experts that each token uses in each MoE layer (top-k)."""
         return self.hparams.n_expert_used
 
     @property
     def lookup_bytes(self) -> int:
-        """Of ``dense_bytes``, the tables that can stay on disk."""
+        """The part of dense_bytes that can stay on disk: the size of the lookup tables."""
         return sum(table.info.nbytes for table in self.lookup)
 
     @property
     def lookup_text(self) -> str:
-        """Their names and sizes, empty where there are none."""
+        """The names and sizes of the lookup tables for display, or an empty string."""
         infos = [table.info for table in self.lookup]
         return " and ".join(f"{info.name} ({format_size(info.nbytes)})" for info in infos)
 
     def tier_index(self, name: str) -> int:
-        """Index of a tier by name; MissingTierError lists the tiers there are."""
+        """Return the index of a tier by name, in any case. Raises MissingTierError."""
         for index, tier in enumerate(self.tiers):
             if tier.name == name.lower():
                 return index
         known = ", ".join(tier.name for tier in self.tiers)
-        raise errors.MissingTierError(f"{self.path}: tier {name} is missing; it holds {known}")
+        raise errors.MissingTierError(
+            f"{self.path}: there is no tier {name}: choose one of {known}"
+        )
 
     def kv_bytes(self, n_ctx: int, kv: str = DEFAULT_KV) -> int:
-        """Bytes of a KV cache for n_ctx tokens, as the header says. kv: of KV_TYPES.
+        """Estimate the size of a KV cache for n_ctx tokens from the metadata.
 
-        Latent attention (MLA) stores keys only. Recurrent layers are counted as full attention, and
-        nothing for their states, nor for the keys of an indexer: llama.cpp counts those.
+        Latent attention (MLA) stores keys only. The estimate counts recurrent layers as full
+        attention. It leaves out recurrent states and the keys of a sparse-attention indexer.
+
+        kv: type of the cache, a key of KV_TYPES.
         """
         hparams = self.hparams
         value_length = 0 if hparams.is_mla else hparams.value_length
@@ -143,17 +157,17 @@ class ExpertModel(Closing):
         return per_token * block.bytes * pad(n_ctx, KV_CELL_PADDING) // block.weights
 
     def kinds(self, layer: int) -> list[int]:
-        """Matrix kinds that a MoE layer has, in the order of ``layout.KINDS``."""
+        """Return the matrix kinds of a MoE layer, as indices into `layout.KINDS`."""
         return [kind for kind, shape in enumerate(self.shapes[layer]) if shape is not None]
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Release the memory mappings of all files."""
         for part in self.parts:
             part.close()
 
 
 def _of_one(parts: list[GGUFFile]) -> ExpertModel:
-    """One model, without another one as its lower tiers."""
+    """Create a model from the parts of one model, without further tiers of a second one."""
     first = parts[0]
     tier_names = announced_tiers(first)
     hparams = Hyperparameters.read(first, first_expert(parts))
@@ -182,13 +196,13 @@ def _of_one(parts: list[GGUFFile]) -> ExpertModel:
 
 
 def _stem(path: Path) -> str:
-    """The file's name without its ending, and without the number of its part."""
+    """Return the file name without `.gguf` and without the part number."""
     match = SPLIT_NAME.fullmatch(path.name)
     return match[1] if match else path.stem
 
 
 def _join(high: ExpertModel, low: ExpertModel) -> ExpertModel:
-    """The high model with the tiers of ``low`` below its own; raises MismatchError."""
+    """Return the model `high` with the tiers of `low` appended. Raises MismatchError."""
     check_pair(high, low)
     taken = {tier.name for tier in high.tiers}
     low_tiers = [

@@ -1,4 +1,4 @@
-"""Whether two files are one model in two precisions; if not, their first difference in words."""
+"""Check that two files are the same model in different precisions."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,32 +22,36 @@ _TOKENIZER = ("tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.m
 
 
 def check_pair(high: "ExpertModel", low: "ExpertModel") -> None:
-    """Raise MismatchError unless two opened models are one, as ``check_same`` says, the low one
-    less precise, and together they have MAX_TIERS tiers at most."""
+    """Check that `low` can add lower tiers to `high`.
+
+    Raises MismatchError if they are not the same model, if `low` is not less precise, or if they
+    have more than MAX_TIERS tiers together.
+    """
     check_same(high, low)
     if len(high.tiers) + len(low.tiers) > MAX_TIERS:
         raise MismatchError(
-            f"{low.path}: {len(high.tiers)} tiers and {len(low.tiers)}, but at most {MAX_TIERS} go"
-            " together: `moe-edge export` makes a file of one"
+            f"{low.path}: the two files have {len(high.tiers)} and {len(low.tiers)} tiers, but at"
+            f" most {MAX_TIERS} can be used together: use `moe-edge export` to make a file with one"
+            " tier"
         )
     if low.tiers[0].bpw == high.tiers[-1].bpw:
         raise MismatchError(
             f"{low.path}: the same precision as {high.path}, {low.tiers[0].bpw:.2f} bits per"
-            " weight; --low adds a lower one"
+            " weight: choose a file of lower precision for --low"
         )
     if low.tiers[0].bpw > high.tiers[-1].bpw:
         raise MismatchError(
             f"{low.path}: {low.tiers[0].bpw:.2f} bits per weight, not below the"
-            f" {high.tiers[-1].bpw:.2f} of {high.path}; swap the two files"
+            f" {high.tiers[-1].bpw:.2f} of {high.path}: swap the two files"
         )
 
 
 def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
-    """Raise MismatchError with the first difference between two opened models.
+    """Raise MismatchError if two opened models differ, naming the first difference.
 
-    Architecture, layers, experts, matrix shapes, hyperparameters and tokenizer are compared. So
-    are the routers of the first and last MoE layer where both files keep them in one type, since
-    a fine-tune has the same shapes as its base, but not the same routers.
+    The comparison covers architecture, layers, experts, matrix shapes, hyperparameters and
+    tokenizer. It also covers the routers of the first and last MoE layer if both files store them
+    in the same type, because a fine-tuned model differs from its base only in its weights.
     """
     for what, of_high, of_low in (
         ("architecture", high.hparams.arch, low.hparams.arch),
@@ -72,7 +76,8 @@ def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
 def _same(high: "ExpertModel", low: "ExpertModel", what: str, a: Any, b: Any) -> None:
     if a != b:
         raise MismatchError(
-            f"{low.path}: not the model of {high.path}: {what} {_short(b)} here, {_short(a)} there"
+            f"{low.path}: not the same model as {high.path}: {what}: {_short(b)}, but"
+            f" {_short(a)} in {high.path.name}"
         )
 
 
@@ -92,8 +97,8 @@ def _same_bytes(high: "ExpertModel", low: "ExpertModel", name: str) -> None:
         return
     if parts[0].array(name).tobytes() != parts[1].array(name).tobytes():
         raise MismatchError(
-            f"{low.path}: not the model of {high.path}: the routers {name} differ"
-            " (another fine-tune or version of the same base?)"
+            f"{low.path}: not the same model as {high.path}: the routers {name} differ (is one of"
+            " them a fine-tune, or another version?)"
         )
 
 

@@ -1,7 +1,11 @@
-"""The architectures whose experts are managed in tests, bit for bit as llama.cpp's plain path has
-them. A model of another one is managed as well, where its graph reads experts in the common way."""
+"""Architectures for which tests prove that managed experts give the same bits as llama.cpp's own
+path.
 
-# By their names in GGUF files: why nobody looks ahead there, empty where the policies do.
+Models of other architectures are managed too, if their graph reads experts in the usual way.
+"""
+
+# By architecture name: the reason why policies cannot predict the experts of later layers, or an
+# empty string if they can.
 PROVEN: dict[str, str] = dict.fromkeys(
     "afmoe arctic bailingmoe bailingmoe2 bailingmoe3 cohere2moe dbrx deepseek deepseek2"
     " deepseek32 deepseek4 dots1 dots3note ernie4_5-moe exaone-moe glm-dsa glm4moe glm5-next"
@@ -11,4 +15,4 @@ PROVEN: dict[str, str] = dict.fromkeys(
     " qwen3next qwen3vlmoe qwen4exp smallthinker step35".split(),
     "",
 )
-PROVEN["gemma4"] = "since each layer scales what its router reads"
+PROVEN["gemma4"] = "because each layer scales its router's input"

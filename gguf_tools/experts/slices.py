@@ -1,4 +1,4 @@
-"""The bytes of the experts: a slice for each layer, matrix kind and tier."""
+"""File positions of expert weights, by layer, matrix kind and tier."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,11 @@ from gguf_tools.file.layout import GGMLType
 
 
 class Tier(NamedTuple):
-    """One stored precision: bits per weight over all its matrices, and the mean bytes of
-    an expert (all matrices of one layer and index)."""
+    """A stored precision of all experts.
+
+    bpw: bits per weight, averaged over all matrices.
+    bytes_per_expert: mean size of one expert (all its matrices in one layer).
+    """
 
     name: str
     bpw: float
@@ -15,8 +18,10 @@ class Tier(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The experts of one (layer, kind, tier): expert e is the ``expert_bytes`` bytes at
-    ``offset + e * expert_bytes`` of ``files[file_index]``."""
+    """File position of the experts of one layer, matrix kind and tier.
+
+    Expert e starts at byte `offset + e * expert_bytes` of the model's file number `file_index`.
+    """
 
     file_index: int
     offset: int
@@ -24,8 +29,8 @@ class Slice(NamedTuple):
     type: GGMLType
 
 
-# The slices of one layer, by [kind][tier]: None stands where the layer has no such matrix.
+# The slices of one layer, as [kind][tier]. None if the layer has no matrix of this kind.
 LayerSlices = tuple[tuple[Slice | None, ...], ...]
 
-# The matrices of one expert in a layer, by [kind], each as (row length, rows).
+# Matrix shapes of one expert in a layer, as [kind]: (row length, rows), or None.
 LayerShapes = tuple[tuple[int, int] | None, ...]

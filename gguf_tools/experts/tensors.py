@@ -1,4 +1,4 @@
-"""The expert tensors of a model's files: found by their names, checked, and cut into slices."""
+"""Find the expert tensors in a model's files, check them, and divide them into slices."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ _KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
 
 
 class Found(NamedTuple):
-    """An expert tensor and the file that holds it."""
+    """A tensor and the number of the file that contains it."""
 
     file_index: int
     info: TensorInfo
@@ -41,11 +41,14 @@ class Found(NamedTuple):
 
 @dataclass
 class SortedTensors:
-    """The tensors of a model's files, by what they are.
+    """The tensors of a model, classified.
 
-    ``best[il][kind]`` is the best tier, ``lower[il, kind, tier]`` the others. ``dense_bytes``
-    counts all that is no expert, ``dense_layer_bytes[il]`` what of it is in each layer, and
-    ``lookup`` are the tables of it that are read by rows.
+    dense_bytes: size of all tensors that are not experts.
+    dense_layer_bytes: the part of dense_bytes in each layer.
+    has_shared: whether a layer has shared experts.
+    lookup: dense tensors of which only single rows are read.
+    best: expert tensors of the best tier, as `best[il][kind]`.
+    lower: expert tensors of lower tiers, as `lower[il, kind, tier]`.
     """
 
     dense_layer_bytes: list[int]
@@ -57,8 +60,7 @@ class SortedTensors:
 
 
 def first_expert(parts: list[GGUFFile]) -> TensorInfo:
-    """The first expert tensor of the lowest layer that has one. Raises NotMoEError where there
-    is none."""
+    """Return an expert tensor of the first layer with experts. Raises NotMoEError."""
     found = [
         (parsed.il, info)
         for part in parts
@@ -73,10 +75,10 @@ def first_expert(parts: list[GGUFFile]) -> TensorInfo:
 def sort_tensors(
     parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
 ) -> SortedTensors:
-    """The tensors of all files by what they are.
+    """Classify the tensors of all files.
 
-    Raises NotMoEError where no layer of the model proper has experts; MetadataError and
-    MissingTierError for a tensor of a tier that is not announced.
+    Raises NotMoEError if no layer before the multi-token prediction layers has experts, and
+    MetadataError or MissingTierError for a tensor of a tier that tier_names does not list.
     """
     tensors = SortedTensors([0] * hparams.block_count)
     tied = not any(OUTPUT in part.tensors for part in parts)
@@ -86,8 +88,8 @@ def sort_tensors(
             if parsed is None or parsed.il >= hparams.routed_blocks:
                 if TIER_MARK in info.name:
                     raise errors.MetadataError(
-                        f"{part.path}: tensor {info.name}: offset {info.offset}: not a tier of"
-                        " an expert matrix"
+                        f"{part.path}: tensor {info.name}: offset {info.offset}: named like a tier,"
+                        " but not an expert matrix"
                     )
                 tensors.dense_bytes += info.nbytes
                 if info.name == LOOKUP_TABLE or (info.name == EMBEDDINGS and not tied):
@@ -112,11 +114,11 @@ def sort_tensors(
 
 def _no_experts(first: GGUFFile) -> errors.NotMoEError:
     return errors.NotMoEError(
-        f"{first.path}: no expert tensors: not a Mixture-of-Experts model"
+        f"{first.path}: no expert tensors: "
         + (
-            " (one tensor per expert is an old layout: convert the model again)"
+            "the file has the old layout with one tensor per expert: convert the model again"
             if "blk.0.ffn_gate.0.weight" in first.tensors
-            else ": llama.cpp itself runs it"
+            else "not a Mixture-of-Experts model: use llama.cpp to run it"
         )
     )
 
@@ -124,9 +126,9 @@ def _no_experts(first: GGUFFile) -> errors.NotMoEError:
 def cut_slices(
     parts: list[GGUFFile], tensors: SortedTensors, tier_names: list[str], n_expert: int
 ) -> tuple[list[LayerSlices], list[LayerShapes]]:
-    """The slices and the matrix shapes of every MoE layer, in the order of the layers.
+    """Return the slices and the matrix shapes of every MoE layer, in layer order.
 
-    Raises GGUFError where a matrix or a tier is missing, or has another shape than it must have.
+    Raises GGUFError if a matrix or a tier is missing or has a wrong shape.
     """
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
@@ -145,7 +147,7 @@ def cut_slices(
         (il, kind, _), found = next(iter(lower.items()))
         raise errors.MissingTensorError(
             f"{parts[found.file_index].path}: tensor {found.info.name}: offset"
-            f" {found.info.offset}: its best tier {expert_tensor_name(il, kind)} is missing"
+            f" {found.info.offset}: the best tier {expert_tensor_name(il, kind)} is missing"
         )
     return slices, shapes
 
@@ -157,8 +159,10 @@ def _matrix_shape(found: Found | None) -> tuple[int, int] | None:
 def _check_layer(
     parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int, gated: bool
 ) -> None:
-    """A layer has a legal set of matrices whose shapes fit each other. gated: some layer has gates
-    of their own."""
+    """Check that a layer has a valid set of expert matrices and that their shapes match.
+
+    gated: whether any layer has separate gate matrices.
+    """
     where = f"{parts[next(iter(layer.values())).file_index].path}: "
     if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
         needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN} | ({GATE} if gated else set())
@@ -178,14 +182,18 @@ def _check_layer(
     for kind, rows in ((UP, n_ff), (GATE, n_ff), (GATE_UP, 2 * n_ff)):
         if kind in layer and layer[kind].info.shape[:2] != (n_in, rows):
             raise _shape_error(
-                parts, layer[kind], f"expected [{n_in}, {rows}, {n_expert}] beside the down matrix"
+                parts,
+                layer[kind],
+                f"expected [{n_in}, {rows}, {n_expert}] to match the down matrix",
             )
 
 
 def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
-    """What chooses experts knows all of them, and no others. Tables by which tokens' ids choose are
-    read for it, since llama.cpp would end the process over a wrong one. Raises TensorShapeError,
-    TensorTypeError and ExpertIndexError."""
+    """Check that routers have an output for every expert and routing tables only valid indices.
+
+    Routing tables select experts by token ID. They are read completely, because llama.cpp aborts
+    the process at an invalid index. Raises TensorShapeError, TensorTypeError or ExpertIndexError.
+    """
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
             found = Found(file_index, info)
@@ -202,14 +210,14 @@ def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
             wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
             if wrong.size:
                 raise errors.ExpertIndexError(
-                    f"{where}: it chooses expert {wrong[0]}, the model has {n_expert}"
+                    f"{where}: the table refers to expert {wrong[0]}, but the model has {n_expert}"
                 )
 
 
 def _shape_error(parts: list[GGUFFile], found: Found, text: str) -> errors.GGUFError:
     return errors.TensorShapeError(
         f"{parts[found.file_index].path}: tensor {found.info.name}: offset {found.info.offset}:"
-        f" shape {list(found.info.shape)}; {text}"
+        f" shape {list(found.info.shape)}, {text}"
     )
 
 
@@ -222,7 +230,7 @@ def _tier_slices(
     lower: dict[tuple[int, int, str], Found],
     n_expert: int,
 ) -> tuple[Slice | None, ...]:
-    """Slices of one matrix in every tier; takes what it uses out of ``lower``."""
+    """Return the slices of one matrix in every tier. Entries used from `lower` are removed."""
     if base is None:
         return (None,) * len(tier_names)
     slices = [_slice(base, n_expert)]
@@ -231,10 +239,10 @@ def _tier_slices(
         if found is None:
             raise errors.MissingTierError(
                 f"{parts[base.file_index].path}: tensor {expert_tensor_name(il, kind, tier)} is"
-                f" missing, but key {KEY_TIERS} announces tier {tier}"
+                f" missing, but key {KEY_TIERS} lists tier {tier}"
             )
         if found.info.shape != base.info.shape:
-            raise _shape_error(parts, found, f"its best tier is {list(base.info.shape)}")
+            raise _shape_error(parts, found, f"but {list(base.info.shape)} in its best tier")
         slices.append(_slice(found, n_expert))
     return tuple(slices)
 
@@ -251,8 +259,10 @@ def sum_tiers(
     shapes: list[LayerShapes],
     n_expert: int,
 ) -> tuple[list[Tier], list[int]]:
-    """The tiers, and the bytes of all experts in each. Raises MetadataError where a tier has more
-    bits per weight than the one before it."""
+    """Return the tiers and the size of all experts in each tier, in bytes.
+
+    Raises MetadataError if a tier has more bits per weight than the tier before it.
+    """
     weights = sum(shape[0] * shape[1] for layer in shapes for shape in layer if shape)
     tiers = []
     tier_bytes = []
@@ -273,6 +283,6 @@ def sum_tiers(
         if low.bpw > high.bpw:
             raise errors.MetadataError(
                 f"{first.path}: key {KEY_TIERS}: tier {low.name} ({low.bpw:.2f} bits per weight)"
-                f" is not below {high.name} ({high.bpw:.2f}); tiers are listed best first"
+                f" is not below {high.name} ({high.bpw:.2f}): list the best tier first"
             )
     return tiers, tier_bytes

@@ -1,1 +1,1 @@
-"""GGUF files: what is in them, read strictly, and written whole or not at all."""
+"""Read GGUF files with strict checks, and write them completely or not at all."""

@@ -1,9 +1,9 @@
-"""CRC-32 of each slice of a file, so that any damage to it is found.
+"""CRC-32 checksums that detect damage anywhere in a packed file.
 
-A packed file has one for its header, and for each tensor one or, where the tensor holds experts,
-one for each expert. They stand in its metadata under ``moe_edge.crc32``, as one array of uint32:
-that of the header, then those of the tensors in the order of the file. The header's own leaves the
-values of the array out.
+A packed file has one checksum for its header, one for each tensor without experts, and one for each
+expert of a tensor with experts. The metadata key `moe_edge.crc32` stores them as an array of
+uint32: first the header's, then those of the tensors in file order. The header's checksum covers
+the header without the values of this array.
 """
 
 import threading
@@ -15,26 +15,33 @@ from gguf_tools.file.layout import KEY_CHECKSUMS, ValueType
 from gguf_tools.file.reader import GGUFFile
 
 VALUE_BYTES = 4
-# Of the encoded array: its type tag, the type of its values, and how many there are.
+# Bytes of an encoded array before its values: type tag, element type and number of values.
 _ARRAY_HEAD_BYTES = 16
 
-# The polynomial of CRC-32 (IEEE 802.3), the lowest power in the highest bit, without the 32nd.
+# The polynomial of CRC-32 (IEEE 802.3) without x^32, with the coefficient of x^0 in the top bit.
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 
 def n_slices(shape: Sequence[int]) -> int:
-    """Checksums of a tensor: its last dimension where it has three, which are experts, else one."""
+    """Return the number of checksums of a tensor: one per expert if it has three dimensions, of
+    which the last is the experts, otherwise 1."""
     return shape[2] if len(shape) == 3 else 1
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two pieces, one behind the other, of which the second has so many bytes."""
+    """Return the CRC-32 of two consecutive pieces of data from the CRC-32 of each.
+
+    second_bytes: length of the second piece.
+    """
     return _product(_power_of_x(8 * second_bytes), first) ^ second
 
 
 class SliceChecksums:
-    """The checksums of one tensor, from pieces that come in any order and from any thread."""
+    """Computes the checksums of one tensor from pieces of its data.
+
+    Pieces can be added in any order and from several threads.
+    """
 
     def __init__(self, nbytes: int, slices: int) -> None:
         self._slice_bytes = nbytes // slices
@@ -43,7 +50,7 @@ class SliceChecksums:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Counts bytes of the tensor from byte ``start`` on."""
+        """Add a piece of data that begins at byte `start` of the tensor."""
         at = 0
         while at < data.nbytes:
             left = self._slice_bytes - (start + at) % self._slice_bytes
@@ -54,7 +61,7 @@ class SliceChecksums:
             at += piece.nbytes
 
     def values(self) -> list[int]:
-        """One CRC-32 for each slice; every byte must have been added."""
+        """Return one CRC-32 per slice. All bytes of the tensor must have been added."""
         found = [0] * self._slices
         for start in sorted(self._pieces):
             nbytes, crc = self._pieces[start]
@@ -64,8 +71,11 @@ class SliceChecksums:
 
 
 def stored(file: GGUFFile) -> dict[str, list[int]] | None:
-    """The checksums of each tensor by name, and that of the header by ""; None where the file has
-    none. Raises MetadataError where they do not fit the tensors."""
+    """Return the checksums stored in a file, by tensor name. The header's has the name "".
+
+    Return None if the file has no checksums. Raises MetadataError if their type or number does not
+    match the file's tensors.
+    """
     values = file.metadata.get(KEY_CHECKSUMS)
     if values is None:
         return None
@@ -75,8 +85,8 @@ def stored(file: GGUFFile) -> dict[str, list[int]] | None:
     is_fitting = isinstance(values, list) and len(values) == expected
     if not is_fitting or int.from_bytes(head, "little") != ValueType.UINT32:
         raise errors.MetadataError(
-            f"{file.path}: key {KEY_CHECKSUMS}: not {expected} values of type uint32, one for the "
-            f"header and the others for its tensors"
+            f"{file.path}: key {KEY_CHECKSUMS}: expected {expected} values of type uint32, one for "
+            f"the header and {expected - 1} for the tensors"
         )
     found, at = {"": values[:1]}, 1
     for name, count in counts.items():
@@ -86,15 +96,15 @@ def stored(file: GGUFFile) -> dict[str, list[int]] | None:
 
 
 def header_checksum(file: GGUFFile) -> int:
-    """The CRC-32 of all before the data, without the values of the array of checksums."""
+    """Compute the CRC-32 of everything before the data section, except the stored checksums."""
     start, end = file.value_spans[KEY_CHECKSUMS]
     before = file.bytes_at(0, start + _ARRAY_HEAD_BYTES)
-    behind = file.bytes_at(end, file.data_offset - end)
-    return zlib.crc32(behind.data, zlib.crc32(before.data))
+    after = file.bytes_at(end, file.data_offset - end)
+    return zlib.crc32(after.data, zlib.crc32(before.data))
 
 
 def _product(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of the CRC."""
+    """Multiply two polynomials over GF(2), modulo the polynomial of CRC-32."""
     product = 0
     while a:
         if a & _ONE:
@@ -105,7 +115,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    """x to this power, modulo the polynomial of the CRC."""
+    """Return x**exponent modulo the polynomial of CRC-32."""
     power, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:

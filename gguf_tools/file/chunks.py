@@ -1,4 +1,4 @@
-"""Files read a piece at a time, so that their size does not matter to the memory."""
+"""Read files in pieces, so that memory use does not depend on the file size."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ CHUNK_BYTES = 8 << 20
 def chunks(
     file: GGUFFile, offset: int, nbytes: int
 ) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]]:
-    """(start, view) pieces of a byte range of a file, in order."""
+    """Yield a byte range of a file in pieces, as (position within the range, uint8 view)."""
     for start in range(0, nbytes, CHUNK_BYTES):
         yield start, file.bytes_at(offset + start, min(CHUNK_BYTES, nbytes - start))
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes, hexadecimal. Raises OSError."""
+    """Return the SHA-256 of a file as hexadecimal text. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(CHUNK_BYTES):

@@ -1,8 +1,8 @@
-"""Names, types and sizes of the expert file: the facts that reading and writing rely on.
+"""Constants of the GGUF format and of packed files: names, types and sizes.
 
 Sources: the GGUF specification (ggml/docs/gguf.md) and the block structs of ggml 0.25.3
-(ggml-common.h). The block sizes are checked against the library itself when
-``gguf_tools.quantize.ggml`` loads it.
+(ggml-common.h). `gguf_tools.quantize.ggml` compares the block sizes with the ggml library when it
+loads the library.
 """
 
 import math
@@ -20,10 +20,10 @@ MAX_NAME_BYTES = 63
 MAX_TIERS = 5
 IO_BLOCK_BYTES = 4096
 
-# A kind's index is its value in enum moe_edge_kind of the native store.
+# Kinds of expert matrices. The index of a kind is its value in the native enum moe_edge_kind.
 KINDS = ("up", "gate", "gate_up", "down")
 UP, GATE, GATE_UP, DOWN = range(4)
-# As a graph computes them: the activation's first operand first.
+# The order in which a graph computes the matrices.
 COMPUTE_ORDER = (GATE_UP, GATE, UP, DOWN)
 
 FORMAT_VERSION = 1
@@ -37,10 +37,10 @@ KEY_FALLBACKS = "moe_edge.fallbacks"
 KEY_CHECKSUMS = "moe_edge.crc32"
 TIER_MARK = ".moe_edge."
 EMBEDDINGS = "token_embd.weight"
-OUTPUT = "output.weight"  # absent where the embeddings are it as well
-# Embeddings for each layer or n-gram, of which a graph reads a few rows a token and nothing else.
+OUTPUT = "output.weight"  # missing if the model uses the embeddings as output matrix
+# Embeddings per layer or n-gram. A graph reads only a few of its rows per token.
 LOOKUP_TABLE = "per_layer_token_embd.weight"
-# What chooses a layer's experts: a matrix with an output for each, or their indices by token.
+# A layer's router: a matrix with one row per expert, or a table of expert indices per token ID.
 ROUTER = "ffn_gate_inp.weight"
 CHOICES = "ffn_gate_tid2eid.weight"
 
@@ -55,7 +55,7 @@ QUANTIZATION_VERSION = 2
 
 
 class ValueType(IntEnum):
-    """Type tag of a metadata value."""
+    """Type tags of metadata values."""
 
     UINT8 = 0
     INT8 = 1
@@ -72,7 +72,7 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-# The character that the struct module has for each metadata value of fixed size.
+# The format character of the struct module for each metadata type of fixed size.
 VALUE_FORMAT = {
     ValueType.UINT8: "B",
     ValueType.INT8: "b",
@@ -89,7 +89,7 @@ VALUE_FORMAT = {
 
 
 class GGMLType(IntEnum):
-    """enum ggml_type; the gaps are types that ggml has removed."""
+    """Values of ggml's enum ggml_type. The gaps are types that ggml has removed."""
 
     F32 = 0
     F16 = 1
@@ -129,12 +129,12 @@ class GGMLType(IntEnum):
 
     @property
     def tier_name(self) -> str:
-        """Lower-case name, as tiers and command lines spell it (``q4_k``)."""
+        """The type's lower-case name, such as `q4_k`, as used for tiers and on command lines."""
         return self.name.lower()
 
 
 class BlockSize(NamedTuple):
-    """Weights and bytes of one block of a type."""
+    """Number of weights and number of bytes in one quantization block of a type."""
 
     weights: int
     bytes: int
@@ -178,8 +178,8 @@ BLOCK = {
     GGMLType.Q2_0: BlockSize(64, 18),
 }
 
-# A tier can be quantized to these types without an importance matrix. TQ1_0 and TQ2_0 are not
-# among them, since they fit only models that are ternary by training.
+# Types that a tier can have without an importance matrix. TQ1_0 and TQ2_0 are left out because they
+# only suit models that were trained with ternary weights.
 TIER_TYPES = (
     GGMLType.F32,
     GGMLType.F16,
@@ -204,8 +204,8 @@ TIER_TYPES = (
     GGMLType.Q1_0,
 )
 
-# These types only become tiers with an importance matrix. ggml takes IQ1_M without one, but the
-# result is no better than Q1_0, which is smaller and made at once.
+# Types that require an importance matrix. ggml accepts IQ1_M without one, but the result is no
+# better than Q1_0, which is smaller and much faster to quantize.
 IMPORTANCE_TYPES = (
     GGMLType.IQ2_XS,
     GGMLType.IQ2_XXS,
@@ -213,8 +213,8 @@ IMPORTANCE_TYPES = (
     GGMLType.IQ1_S,
 )
 
-# These types take the place of one whose rows must be a multiple of 256, the nearest size first.
-# Q2_0 keeps two bits with blocks of 64. IQ4_NL has the size of Q4_0 and a smaller error.
+# Replacements for a type whose block does not divide the row length, the nearest size first. Q2_0
+# also has two bits per weight, but blocks of 64. IQ4_NL has the size of Q4_0 and a smaller error.
 FALLBACK = {
     GGMLType.Q6_K: (GGMLType.Q8_0,),
     GGMLType.Q5_K: (GGMLType.Q5_1,),
@@ -235,7 +235,7 @@ FALLBACK = {
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
-# A model whose matrices are mostly of one type is described by this llama_ftype.
+# The llama_ftype of a model whose matrices are mostly of one type.
 FILE_TYPE = {
     GGMLType.F32: 0,
     GGMLType.F16: 1,
@@ -274,7 +274,7 @@ _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\..*", re.DOTALL)
 
 
 class ExpertName(NamedTuple):
-    """Parsed name of an expert tensor; tier is None for the best tier."""
+    """The parts of an expert tensor's name: layer, matrix kind, and tier or None for the best."""
 
     il: int
     kind: int
@@ -282,7 +282,7 @@ class ExpertName(NamedTuple):
 
 
 def parse_expert_name(name: str) -> ExpertName | None:
-    """Layer, matrix kind and tier of an expert tensor's name, or None for any other tensor."""
+    """Parse the name of an expert tensor. Return None for any other name."""
     match = _EXPERT_NAME.fullmatch(name)
     if match is None:
         return None
@@ -290,79 +290,90 @@ def parse_expert_name(name: str) -> ExpertName | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, or None where it is outside of all layers."""
+    """Return the layer number in a tensor's name, or None if the tensor belongs to no layer."""
     match = _LAYER_NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def expert_tensor_name(il: int, kind: int, tier: str | None = None) -> str:
-    """``blk.{il}.ffn_{kind}_exps.weight``, with ``.moe_edge.{tier}`` for a lower tier."""
+    """Return the name of a layer's expert tensor, such as `blk.0.ffn_up_exps.weight`.
+
+    For a lower tier the name ends with the tier: `blk.0.ffn_up_exps.weight.moe_edge.q2_k`.
+    """
     base = f"blk.{il}.ffn_{KINDS[kind]}_exps.weight"
     return base if tier is None else base + TIER_MARK + tier
 
 
 def type_by_name(name: str) -> GGMLType | None:
-    """The ggml type that a tier name (``q4_k``, any case) spells, or None."""
+    """Return the ggml type with this name, such as `q4_k` in any case, or None if unknown."""
     return GGMLType.__members__.get(name.strip().upper())
 
 
 def row_bytes(ggml_type: GGMLType, n: int) -> int:
-    """Bytes of one row of n weights; n must be a multiple of the type's block."""
+    """Return the bytes of one row of n weights. n must be a multiple of the type's block size."""
     block = BLOCK[ggml_type]
     return n // block.weights * block.bytes
 
 
 def bits_per_weight(ggml_type: GGMLType) -> float:
-    """Nominal bits per weight of a type, scales included."""
+    """Return the bits per weight of a type, including the scales of its blocks."""
     block = BLOCK[ggml_type]
     return 8 * block.bytes / block.weights
 
 
 def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
-    """The type itself where rows of n weights fit its block, else the stated fallback."""
+    """Return the type if its block size divides n, otherwise the first of its fallbacks whose block
+    size does, otherwise F16."""
     for candidate in (ggml_type, *FALLBACK.get(ggml_type, (GGMLType.Q8_0,))):
         if n % BLOCK[candidate].weights == 0:
             return candidate
     return GGMLType.F16
 
 
-def fallback(kind: int, asked: GGMLType, n: int) -> list[str]:
-    """The sentences by which a file says that a tier's rows of n weights have another type. There
-    are none where they have the tier's own."""
-    found = fitting_type(asked, n)
-    if found is asked:
+def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
+    """Return the note to record in a packed file if rows of n weights cannot have the type of their
+    tier. Return an empty list if they can."""
+    found = fitting_type(requested, n)
+    if found is requested:
         return []
     return [
-        f"{KINDS[kind]}: {asked.tier_name} -> {found.tier_name} (rows of {n} are not a multiple of"
-        f" {BLOCK[asked].weights})"
+        f"{KINDS[kind]}: {requested.tier_name} -> {found.tier_name} (rows of {n} are not a multiple"
+        f" of {BLOCK[requested].weights})"
     ]
 
 
 def pad(n: int, alignment: int) -> int:
-    """n rounded up to a multiple of alignment."""
+    """Round n up to a multiple of alignment."""
     return -(-n // alignment) * alignment
 
 
 def slot_bytes(offset: int, expert_bytes: int, n_expert: int = 1) -> int:
-    """Bytes of a slot that can hold any of n_expert slices, the first at this file offset.
+    """Return the size of a slot that can hold any one of n_expert consecutive expert slices.
 
-    Direct reads cover whole 4096-byte blocks, so a slice that starts inside a block may
-    touch one more. The result is the most that ``moe_edge_slot_bytes`` gives for any slice.
+    Direct I/O reads whole 4096-byte blocks, so a slice that starts inside a block can touch one
+    block more than its size suggests. The result is the maximum of the native function
+    `moe_edge_slot_bytes` over the slices.
+
+    offset: file offset of the first slice.
+    expert_bytes: size of one slice.
     """
     period = IO_BLOCK_BYTES // math.gcd(IO_BLOCK_BYTES, expert_bytes)
     starts = ((offset + e * expert_bytes) % IO_BLOCK_BYTES for e in range(min(n_expert, period)))
     return pad(max(starts) + expert_bytes, IO_BLOCK_BYTES)
 
 
-# CUDA kernels read rows of quantized weights up to a multiple of so many weights.
+# CUDA kernels read rows of quantized weights up to the next multiple of this number of weights.
 _DEVICE_ROW = 512
-# A pool of slots in a GPU's memory starts at a multiple of it, and so does each slot of floats.
+# Alignment in bytes of a slot pool in GPU memory, and of each slot of unquantized weights.
 POOL_ALIGNMENT = 256
 
 
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
-    """Bytes of a slot in a GPU's memory: the slice and what kernels may read behind it, rounded up
-    to whole blocks of the type. ``moe_edge_device_slot_bytes`` gives the same."""
+    """Return the size of a slot in GPU memory.
+
+    The slot has room for the expert's weights and for the bytes after them that kernels may read,
+    rounded up to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
+    """
     block = BLOCK[ggml_type]
     if block.weights == 1:
         return pad(expert_bytes, POOL_ALIGNMENT)

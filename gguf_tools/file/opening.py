@@ -1,10 +1,12 @@
-"""Opening a file that may be anything."""
+"""Open a path that may not be a regular file."""
 
 import os
 from typing import BinaryIO
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file to read. It does not wait for a pipe that nobody writes into, which then reads
-    as empty. Raises OSError."""
+    """Open a file for reading in binary mode. Raises OSError.
+
+    Opening a pipe does not block. A pipe without a writer reads as an empty file.
+    """
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))

@@ -1,7 +1,7 @@
-"""Bounds-checked parsing of GGUF primitives: values, arrays, entries of the tensor list.
+"""Parse GGUF values, arrays and entries of the tensor list, with bounds checks.
 
-Every count is compared with the bytes that are left before anything is allocated, so a
-hostile file costs no more time or memory than its own length.
+Every count is compared with the number of remaining bytes before memory is allocated. A malicious
+file therefore cannot use more time or memory than its own length justifies.
 """
 
 import mmap
@@ -23,14 +23,15 @@ from gguf_tools.file.layout import (
 MAX_ARRAY_DEPTH = 4
 MAX_ARRAY_ELEMENTS = 1 << 24
 
-# The least bytes that a metadata entry can take: an empty name, a type tag, one byte of value.
+# Minimum size of a metadata entry: an empty name, a type tag and a one-byte value.
 MIN_KV_BYTES = 8 + 4 + 1
-# A tensor's entry takes at least an empty name, one dimension, a type and an offset.
+# Minimum size of a tensor entry: an empty name, one dimension, a type and an offset.
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 class TensorInfo(NamedTuple):
-    """One tensor: shape in ggml order (ne0 = row length first), offset from file start."""
+    """A tensor of a file. The shape starts with the row length (ggml order). The offset is in bytes
+    from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +41,10 @@ class TensorInfo(NamedTuple):
 
 
 class Cursor:
-    """Bounds-checked little-endian reads from a buffer; ``where`` names what is being read."""
+    """A read position in a buffer of little-endian data, with bounds checks.
+
+    where: the item being read, for error messages.
+    """
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
         self.path = path
@@ -52,11 +56,13 @@ class Cursor:
     def fail(
         self, kind: type[errors.GGUFError], text: str, at: int | None = None
     ) -> errors.GGUFError:
+        """Return an error that names the file, the item being read and the offset. `at` defaults to
+        the current position."""
         offset = self.at if at is None else at
         return kind(f"{self.path}: {self.where}: {text} (at offset {offset})")
 
     def take(self, n: int) -> int:
-        """Start of the next n bytes, which are then behind the cursor."""
+        """Advance by n bytes and return the previous position. Raises TruncatedError."""
         start = self.at
         if n > self.size - start:
             raise self.fail(
@@ -67,10 +73,12 @@ class Cursor:
         return start
 
     def scalar(self, fmt: str) -> Any:
+        """Read one value of fixed size. fmt: its format character of the struct module."""
         start = self.take(struct.calcsize("<" + fmt))
         return struct.unpack_from("<" + fmt, self.buffer, start)[0]
 
     def text(self, limit: int | None = None) -> str:
+        """Read a UTF-8 string with its length prefix. limit: maximum length in bytes."""
         start = self.at
         n = self.scalar("Q")
         if n > self.size - self.at:
@@ -80,7 +88,9 @@ class Cursor:
                 start,
             )
         if limit is not None and n > limit:
-            raise self.fail(errors.TextError, f"name of {n} bytes; at most {limit}", start)
+            raise self.fail(
+                errors.TextError, f"a name of {n} bytes, but the maximum is {limit}", start
+            )
         data = self.buffer[self.take(n) : self.at]
         try:
             return str(data, "utf-8")
@@ -91,8 +101,13 @@ class Cursor:
 
 
 def read_name(cursor: Cursor, what: str, limit: int) -> str:
-    """Read the name of a key or a tensor. Raises TextError for one that messages cannot show in a
-    line: an empty one, and one with line feeds or other control characters."""
+    """Read the name of a metadata key or a tensor.
+
+    Raises TextError if the name is empty, longer than `limit` bytes, or has control characters such
+    as line feeds, which would garble messages.
+
+    what: the name's kind for error messages, such as "tensor name".
+    """
     start = cursor.at
     name = cursor.text(limit)
     if not name:
@@ -103,6 +118,7 @@ def read_name(cursor: Cursor, what: str, limit: int) -> str:
 
 
 def read_value_type(cursor: Cursor) -> ValueType:
+    """Read the type tag of a metadata value. Raises MetadataError for an unknown type."""
     start = cursor.at
     tag = cursor.scalar("I")
     try:
@@ -138,7 +154,9 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
         )
     if n > MAX_ARRAY_ELEMENTS:
         raise cursor.fail(
-            errors.CountError, f"an array of {n} values; at most {MAX_ARRAY_ELEMENTS}", start
+            errors.CountError,
+            f"an array of {n} values, but the maximum is {MAX_ARRAY_ELEMENTS}",
+            start,
         )
     if kind is ValueType.ARRAY:
         return [_array(cursor, depth + 1) for _ in range(n)]
@@ -151,6 +169,7 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
 
 
 def read_value(cursor: Cursor, kind: ValueType) -> Any:
+    """Read a metadata value of the given type, without its type tag."""
     if kind is ValueType.ARRAY:
         return _array(cursor, 1)
     if kind is ValueType.STRING:
@@ -161,7 +180,10 @@ def read_value(cursor: Cursor, kind: ValueType) -> Any:
 
 
 def read_tensor(cursor: Cursor) -> TensorInfo:
-    """One entry of the tensor list; its offset is still relative to the data section."""
+    """Read one entry of the tensor list. Its offset is relative to the start of the data section.
+
+    Raises a GGUFError subclass for an invalid name, shape or type.
+    """
     name = read_name(cursor, "tensor name", MAX_NAME_BYTES)
     cursor.where = f"tensor {name}"
     start = cursor.at

@@ -1,4 +1,4 @@
-"""Models in one file or in several parts, as llama.cpp's gguf-split writes them."""
+"""Open a model that consists of one file, or of several parts written by llama.cpp's gguf-split."""
 
 import os
 import re
@@ -9,16 +9,18 @@ from gguf_tools.file.reader import GGUFFile, architecture, metadata_value
 
 MAX_PARTS = 65535
 
-# Such a name is NAME-00001-of-00003.gguf: it holds the part's number, from 1, and their count.
+# A part's file name has its number, counted from 1, and the number of parts, such as
+# NAME-00001-of-00003.gguf.
 SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
-    """Open a model: one file, or all parts of a split one, the first part first. The first part
-    is also the one to name, as for llama.cpp.
+    """Open a model and return its files, in the order of the parts if the model is split.
 
-    Raises SplitError where parts are missing, out of order or of another model, and
-    DuplicateError where they share a tensor name. Every part is also checked as GGUFFile.open does.
+    path: the file or, as for llama.cpp, the first part of a split model.
+
+    Raises SplitError if parts are missing, out of order or belong to another model, DuplicateError
+    if two parts have a tensor of the same name, and every error of `GGUFFile.open`.
     """
     first = GGUFFile.open(path)
     n_parts = metadata_value(first, KEY_SPLIT_COUNT, int, 0)
@@ -31,12 +33,12 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
     match = SPLIT_NAME.fullmatch(first.path.name)
     if match is None or int(match[3]) != n_parts:
         raise errors.SplitError(
-            f"{first.path}: one of {n_parts} parts, but not named"
+            f"{first.path}: this is one of {n_parts} parts: name it"
             f" NAME-{number + 1:05d}-of-{n_parts:05d}.gguf"
         )
     if number != 0:
         raise errors.SplitError(
-            f"{first.path}: part {number + 1} of {n_parts}; open the first part,"
+            f"{first.path}: this is part {number + 1} of {n_parts}: open the first part,"
             f" {match[1]}-00001-of-{n_parts:05d}.gguf"
         )
     if match[2] != "00001":
@@ -63,26 +65,30 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
 
 
 def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile:
-    """Part ``index`` (from 0) of the model of ``first``."""
+    """Open one further part of a model and check that it belongs to the first part.
+
+    index: number of the part, counted from 0.
+    """
     path = first.path.with_name(name)
     if not path.exists():
         raise errors.SplitError(
-            f"{path}: part {index + 1} of {n_parts} is missing; all parts of"
-            f" {first.path.name} belong in one folder"
+            f"{path}: part {index + 1} of {n_parts} is missing: put all parts of"
+            f" {first.path.name} into one folder"
         )
     part = GGUFFile.open(path)
     for key, expected in ((KEY_SPLIT_NO, index), (KEY_SPLIT_COUNT, n_parts)):
         found = metadata_value(part, key, int, None)
         if found is None:
-            raise errors.SplitError(f"{path}: key {key} is missing: not a part of a split model")
+            raise errors.SplitError(f"{path}: not a part of a split model: key {key} is missing")
         if found != expected:
             raise errors.SplitError(f"{path}: key {key}: {found}, expected {expected}")
-    # gguf-split leaves the model's own metadata to the first part. What another one has must agree.
+    # gguf-split writes the model's metadata into the first part only. Metadata in other parts must
+    # have the same values.
     for key in part.metadata:
         own = key in (KEY_SPLIT_NO, KEY_ALIGNMENT) or key not in first.metadata
         if not own and part.metadata[key] != first.metadata[key]:
             raise errors.SplitError(
-                f"{path}: not of the model of {first.path.name}: key {key} differs"
-                f" ({part.metadata[key]!r:.60} here, {first.metadata[key]!r:.60} there)"
+                f"{path}: belongs to another model than {first.path.name}: key {key} is"
+                f" {part.metadata[key]!r:.60}, but {first.metadata[key]!r:.60} in the first part"
             )
     return part

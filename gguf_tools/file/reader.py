@@ -1,8 +1,8 @@
 """Strict, memory-mapped reader of GGUF files.
 
-A file from outside is hostile until proven otherwise: every count is compared with the
-bytes that are left before anything is allocated, and every malformation is one of the
-errors of ``gguf_tools.errors``, naming file, key or tensor, and offset.
+Files are treated as untrusted. Every count is compared with the number of remaining bytes before
+memory is allocated. Every malformation raises one of the errors of `gguf_tools.errors`, whose
+message names the file, the key or tensor, and the offset.
 """
 
 import mmap
@@ -43,12 +43,13 @@ LFS_POINTER = b"version https://git-lfs."
 
 
 class GGUFFile(Closing):
-    """An open GGUF. ``metadata`` and ``tensors`` keep the order of the file.
+    """An open GGUF file, parsed and checked.
 
-    ``value_spans[key]`` is the (start, end) of the encoded value, type tag included, so
-    that a copy of the metadata is exact to the byte. ``size`` is that of the whole file, also
-    where the buffer holds its beginning only. ``status`` is the file's when it was opened, None
-    for a buffer.
+    metadata, tensors: contents by name, in the order of the file.
+    value_spans: start and end offset of each encoded metadata value, including its type tag, so
+        that metadata can be copied exactly.
+    size: size of the whole file, even if the buffer contains only its beginning.
+    status: result of `os.fstat` when the file was opened, or None for a buffer.
     """
 
     status: os.stat_result | None = None
@@ -77,9 +78,9 @@ class GGUFFile(Closing):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "GGUFFile":
-        """Map and check one file.
+        """Map a file into memory, parse it and check it.
 
-        Raises a GGUFError subclass for everything that can be wrong with it.
+        Raises a GGUFError subclass if the file cannot be read or is malformed.
         """
         path = Path(path)
         try:
@@ -102,7 +103,7 @@ class GGUFFile(Closing):
         if cursor.buffer[: len(LFS_POINTER)] == LFS_POINTER:
             raise cursor.fail(
                 errors.MagicError,
-                "a pointer of Git LFS, not the model: fetch that with `git lfs pull`",
+                "this is a Git LFS pointer, not the model: run `git lfs pull` to fetch the model",
             )
         if magic != MAGIC[: len(magic)]:
             raise cursor.fail(errors.MagicError, f"not a GGUF file: it starts with {magic!r}")
@@ -112,7 +113,9 @@ class GGUFFile(Closing):
             big_endian = version and version & 0xFFFF == 0
             text = "a big-endian file" if big_endian else f"GGUF version {version}"
             raise cursor.fail(
-                errors.VersionError, f"{text}; only little-endian versions 2 and 3 are read", 4
+                errors.VersionError,
+                f"{text}, but only little-endian versions 2 and 3 are supported",
+                4,
             )
         n_tensors = cursor.scalar("Q")
         n_kv = cursor.scalar("Q")
@@ -152,17 +155,17 @@ class GGUFFile(Closing):
         self.alignment = value
 
     def _place(self, infos: list[TensorInfo]) -> None:
-        """Turn offsets into file offsets; check bounds, alignment and overlap."""
+        """Convert tensor offsets to file offsets. Check their alignment, bounds and overlap."""
         for info in infos:
             offset = self.data_offset + info.offset
             where = f"{self.path}: tensor {info.name}: offset {offset}"
             if info.name in self.tensors:
                 raise errors.DuplicateError(f"{where}: the name occurs twice")
             if info.offset % self.alignment:
-                # gguf-split copies the key, and aligns by 32 all the same.
+                # gguf-split copies the key of the alignment, but always aligns to 32 bytes.
                 hint = (
-                    "; llama.cpp's gguf-split writes that of a packed model, and cannot read it"
-                    " either: split the model before it is packed"
+                    "; llama.cpp's gguf-split damages packed models in this way: split the model"
+                    " first, then pack it"
                 )
                 raise errors.TensorOffsetError(
                     f"{where} ({info.offset} in the data section) is not a multiple of the"
@@ -170,22 +173,22 @@ class GGUFFile(Closing):
                 )
             if offset + info.nbytes > self.size:
                 raise errors.TensorBoundsError(
-                    f"{where}: {info.nbytes} bytes reach past the end of the file at {self.size}"
+                    f"{where}: {info.nbytes} bytes extend past the end of the file at {self.size}"
                 )
             self.tensors[info.name] = info._replace(offset=offset)
         last: TensorInfo | None = None
         for info in sorted(self.tensors.values(), key=lambda each: each.offset):
             if last is not None and info.offset < last.offset + last.nbytes:
                 raise errors.TensorOverlapError(
-                    f"{self.path}: tensor {info.name}: offset {info.offset} lies inside tensor"
+                    f"{self.path}: tensor {info.name}: offset {info.offset} overlaps tensor"
                     f" {last.name}, which ends at {last.offset + last.nbytes}"
                 )
             last = info
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read-only uint8 view [nbytes] of a tensor's data, valid as long as it is referenced.
+        """Return a tensor's data as a read-only uint8 view [nbytes].
 
-        Raises MissingTensorError for an unknown name.
+        The view stays valid after `close`. Raises MissingTensorError for an unknown name.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -193,31 +196,33 @@ class GGUFFile(Closing):
         return self.bytes_at(info.offset, info.nbytes)
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read-only uint8 view [nbytes] from a file offset. Raises TensorBoundsError past the
-        end."""
+        """Return the bytes at a file offset as a read-only uint8 view [nbytes].
+
+        Raises TensorBoundsError if the range extends past the end of the file.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise errors.TensorBoundsError(
-                f"{self.path}: {nbytes} bytes at offset {offset} reach past the end of the file"
+                f"{self.path}: {nbytes} bytes at offset {offset} extend past the end of the file"
                 f" at {self.size}"
             )
         if self._buffer is None:
-            raise errors.FileAccessError(f"{self.path}: already closed")
+            raise errors.FileAccessError(f"{self.path}: the file is already closed")
         return np.frombuffer(self._buffer, np.uint8, nbytes, offset)
 
     def encoded_value(self, key: str) -> bytes:
-        """The bytes of a metadata value as they stand in the file, type tag included."""
+        """Return the bytes of a metadata value as stored in the file, including its type tag."""
         start, end = self.value_spans[key]
         return self.bytes_at(start, end - start).tobytes()
 
     def close(self) -> None:
-        """Let go of the mapping; it stays mapped while a view of it lives."""
+        """Release the memory mapping. The file stays mapped as long as a view of it exists."""
         self._buffer = None
 
 
 def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """A metadata value of the expected Python type, or the default where the key is absent.
+    """Return a metadata value, or the default if the key is missing.
 
-    Raises MetadataError for another type.
+    Raises MetadataError if the value is not an instance of `kind`.
     """
     if key not in file.metadata:
         return default
@@ -232,8 +237,11 @@ def metadata_value(file: GGUFFile, key: str, kind: type | tuple[type, ...], defa
 
 
 def architecture(file: GGUFFile) -> str:
-    """Return ``general.architecture``, which other keys begin with. Raises MissingKeyError if it is
-    absent or empty, and MetadataError if it has control characters."""
+    """Return `general.architecture`, the architecture name with which other metadata keys begin.
+
+    Raises MissingKeyError if it is missing or empty, and MetadataError if it has control
+    characters.
+    """
     arch = str(metadata_value(file, KEY_ARCHITECTURE, str, ""))
     if not arch:
         raise errors.MissingKeyError(f"{file.path}: key {KEY_ARCHITECTURE} is missing")
@@ -246,5 +254,5 @@ def architecture(file: GGUFFile) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text of a file for people: a single line without control characters."""
+    """Return a text as a single line: without control characters, all white space as spaces."""
     return " ".join("".join(each for each in text if each.isprintable() or each.isspace()).split())

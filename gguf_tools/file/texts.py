@@ -1,4 +1,4 @@
-"""Reading text that a user gives, in a file or on stdin: bounded, from a regular file, in UTF-8."""
+"""Read text that a user supplies, with checks: regular file, limited length, valid UTF-8."""
 
 import os
 import stat
@@ -9,26 +9,27 @@ from gguf_tools.errors import TextFileError
 from gguf_tools.file.opening import open_file
 
 _BOM = b"\xef\xbb\xbf"
-# What files of other encodings begin with. UTF-32 first: its mark begins with that of UTF-16.
+# Byte order marks of other encodings. UTF-32 comes first, because its mark starts with UTF-16's.
 _OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-# Enough of a file that is too long to see whether it is text at all.
+# How much of a file that is too long is examined, to report a binary file as such.
 _FIRST_BYTES = 1 << 16
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Decode UTF-8 text and leave out a byte order mark at its start.
+    """Decode UTF-8 text. A byte order mark at the start is removed.
 
-    name: what the text is called in an error message, such as a path. Raises TextFileError for
-    another encoding, and for a zero byte, which no text has.
+    Raises TextFileError if the data is in another encoding or contains a zero byte.
+
+    name: the source for error messages, such as a path.
     """
     mark = next((each for each in _OTHER_MARKS if data.startswith(each)), None)
     if mark is not None:
-        raise TextFileError(f"{name}: it is in {_OTHER_MARKS[mark]}; save it as UTF-8")
+        raise TextFileError(f"{name}: the text is in {_OTHER_MARKS[mark]}: save it as UTF-8")
     wrong = data.find(0)
     try:
         text = data.removeprefix(_BOM).decode("utf-8")
@@ -37,8 +38,7 @@ def decode_text(data: bytes, name: str) -> str:
         wrong = start if wrong < 0 else min(start, wrong)
     if wrong >= 0:
         raise TextFileError(
-            f"{name}: it is not a text in UTF-8, at byte {wrong} (0x{data[wrong]:02x}); save it as"
-            " UTF-8"
+            f"{name}: not UTF-8 text (byte 0x{data[wrong]:02x} at offset {wrong}): save it as UTF-8"
         )
     return text
 
@@ -46,8 +46,8 @@ def decode_text(data: bytes, name: str) -> str:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading in binary mode.
 
-    Raises TextFileError for a file that cannot be opened, and for a device, a pipe or a folder,
-    which may have no end.
+    Raises TextFileError if the file cannot be opened, or is a folder, a pipe or a device, from
+    which data may never end.
     """
     try:
         file = open_file(path)
@@ -60,19 +60,23 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int, too_long: str = "") -> str:
-    """Return the text of a regular file in UTF-8 of at most ``most_bytes`` bytes.
+    """Return the contents of a regular UTF-8 file. A byte order mark at the start is removed.
 
-    A byte order mark at its start is left out. too_long: what is said of a longer file. Raises
-    TextFileError for anything else, in one sentence that starts with the path.
+    Raises TextFileError if the file is not a regular file, is not UTF-8, or is too long.
+
+    most_bytes: maximum size of the file.
+    too_long: the error message for a longer file, which is printed after the path.
     """
     with open_regular(path) as file:
         try:
-            # no more than the file has: memory for all of it is taken at once
+            # read() allocates its argument at once, so it must not exceed the size of the file.
             data = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
         except OSError as error:
             raise TextFileError(f"{path}: {error.strerror or error}") from error
     if len(data) <= most_bytes:
         return decode_text(data, str(path))
     if 0 in data[:_FIRST_BYTES]:
-        decode_text(data[:_FIRST_BYTES], str(path))  # what it is matters more than its length
-    raise TextFileError(f"{path}: {too_long or f'it has more than {most_bytes:,} bytes'}")
+        decode_text(data[:_FIRST_BYTES], str(path))  # raises: a binary file is the main problem
+    raise TextFileError(
+        f"{path}: {too_long or f'the file is longer than the maximum of {most_bytes:,} bytes'}"
+    )

@@ -1,11 +1,10 @@
-"""Files that are being written, so that a file with its final name is always whole.
+"""Write a file under a temporary name, so that a file with its final name is always complete.
 
-Until then a file has another name, and is locked as long as its writer lives. A writer that was
-killed leaves such a file behind without a lock. So the next one in the folder tells it from those
-of writers that are still at work, and removes it.
+The writer keeps the temporary file locked. If the writer is killed, the file remains without a
+lock, and the next writer in the same folder removes it. Files that other writers are still writing
+are locked and therefore kept.
 
-What is no regular file, a device or a pipe, is never replaced: giving a file its name would remove
-what all programs of the machine may need.
+Devices and pipes are never replaced: renaming a file to /dev/null would break other programs.
 """
 
 import contextlib
@@ -21,38 +20,43 @@ from pathlib import Path
 from gguf_tools import interrupts
 
 ENDING = ".part"
-# As create names them.
+# A file name that `create` makes.
 _PART = re.compile(r"\..+\.[0-9a-f]{8}\.part", re.DOTALL)
-# Links in a row that a path may have, as in Linux.
+# Linux's limit on symbolic links in a row.
 _MOST_LINKS = 40
 
 
 class UnfinishedFile:
-    """A new empty file that gets the name ``path`` when it is complete. ``fd`` is open for
-    reading and writing.
+    """A new, empty temporary file that is renamed to `path` when it is complete.
 
-    Exactly one of ``complete`` and ``discard`` ends it; ``discard`` behind either does nothing.
-    An interrupt may come before anybody has the object: then it is discarded with it.
+    Write through the descriptor `fd`, then call either `complete` or `discard`. Calling `discard`
+    again, or after `complete`, does nothing. The file is also removed when the object is garbage
+    collected, for example after an interrupt.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """Raises OSError, for a folder, a device or a pipe of this name as well."""
+        """Create the temporary file. Raises OSError, also if `path` is a folder, device or pipe."""
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        complaint = irregular(path)
-        if complaint:
-            raise OSError(errno.EINVAL, complaint, str(path))
+        problem = irregular(path)
+        if problem:
+            raise OSError(errno.EINVAL, problem, str(path))
         self.path = path
         with interrupts.held():
             self.fd, self.part = create(path, mode)
             self._discard = weakref.finalize(self, _discard, self.fd, self.part)
 
     def complete(self, *, synced: bool) -> None:
-        """Gives the file its name. synced: it is on the disk when this returns, name and all.
-        Raises OSError, and then ``discard`` still has to be called."""
+        """Rename the file to its final name.
+
+        Raises OSError. The caller must then call `discard`.
+
+        synced: wait until the contents and the name are on disk.
+        """
         if synced:
             os.fsync(self.fd)
-        # The descriptor is closed afterwards, since without its lock the file counts as abandoned.
+        # Closing the descriptor releases the lock, and an unlocked temporary file counts as
+        # abandoned. So rename first.
         interrupts.rename(self.part, self.path)
         self._discard.detach()
         os.close(self.fd)
@@ -64,25 +68,27 @@ class UnfinishedFile:
                 os.close(folder)
 
     def discard(self) -> None:
-        """Removes the file."""
+        """Remove the temporary file."""
         self._discard()
 
 
 def irregular(path: Path) -> str | None:
-    """What is wrong with the name of an output that belongs to a device, a pipe or a socket, or
-    None. A link counts as what it leads to; one to a stream of a process, as /dev/stdout is, counts
-    as a stream, wherever that leads."""
+    """Return an error text if `path` is a device, pipe or socket, which an output cannot replace.
+
+    Return None for a regular file, a folder and a new name. Symbolic links are followed. A link to
+    an open file of a process, such as /dev/stdout, is never a regular file.
+    """
     try:
         is_file = stat.S_ISREG(path.stat().st_mode) and not _is_stream(path)
-    except OSError:  # Nothing has the name yet, or writing there says why it cannot be.
+    except OSError:  # The file does not exist, or creating it will report the problem.
         return None
     if is_file or path.is_dir():
         return None
-    return "is not a regular file: an output is a new file, or takes the place of one"
+    return "is not a regular file: choose a new file name, or a regular file to replace"
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether links lead through a list of open files in /proc."""
+    """Return whether a path is a symbolic link that leads to an open file listed in /proc."""
     for _ in range(_MOST_LINKS):
         folder = Path(os.path.realpath(path.parent))
         path = folder / path.name
@@ -101,16 +107,19 @@ def _discard(fd: int, part: Path) -> None:
 
 
 def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
-    """A new empty file beside ``path``, locked: its descriptor and its name. It must be renamed
-    before the descriptor is closed. Raises OSError."""
+    """Create and lock an empty temporary file in the folder of `path`.
+
+    Return its descriptor and its path. The caller must rename the file before closing the
+    descriptor. Raises OSError.
+    """
     while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{ENDING}")
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             locked = _lock(fd)
-        except OSError:  # This file system has no locks, so nobody can clean up either.
+        except OSError:  # The file system has no locks, so no other writer can remove the file.
             return fd, part
-        # Whoever cleans up may have come between the two calls.
+        # Another writer may have removed the file before it was locked.
         if locked and _is_at(fd, part):
             return fd, part
         os.close(fd)
@@ -119,8 +128,10 @@ def create(path: Path, mode: int = 0o666) -> tuple[int, Path]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes what killed writers of ``path`` left, and of other files beside it; what cannot be
-    removed stays."""
+    """Remove the temporary files that killed writers left in the folder of `path`.
+
+    Files that cannot be removed are ignored.
+    """
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
             if _is_part(entry.name, path.name) and entry.is_file(follow_symlinks=False):
@@ -145,7 +156,10 @@ def _remove_unlocked(part: Path) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """False where another has the lock. Raises OSError where files cannot be locked."""
+    """Try to lock a file. Return False if another process holds the lock.
+
+    Raises OSError if the file system does not support locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

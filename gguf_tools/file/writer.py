@@ -1,10 +1,10 @@
-"""Writer of GGUF v3 files: complete or not there at all.
+"""Write GGUF v3 files completely or not at all.
 
-Tensors are declared first, so that the header and every offset are known before the
-first byte of data; then their bytes are streamed in order, or written at any place by
-several threads. Everything goes to a temporary name beside the target, which is renamed
-when it is complete and synced, and removed on any exception, Ctrl-C included. What a killed
-writer left is removed by the next one; several writers of one file do not meet.
+All tensors are declared first, so that the header and every offset are known before any data is
+written. The data then follows in any order, also from several threads. The file has a temporary
+name until it is complete and synced. On an exception, including Ctrl-C, it is removed. If the
+writer is killed, the next writer removes it. Several processes can write the same file at once:
+each uses its own temporary file.
 """
 
 import os
@@ -42,12 +42,12 @@ Bytes = bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[Any]]
 
 WRITE_CHUNK_BYTES = 8 << 20
 
-# The magic, the version, and how many tensors and metadata entries there are.
+# Size of the magic, the version, and the numbers of tensors and metadata entries.
 _HEAD_BYTES = 24
 
 
 class Declared(NamedTuple):
-    """A tensor to be written; ``offset`` is its place in the data section."""
+    """A declared tensor. The offset is in bytes from the start of the data section."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,11 @@ class Declared(NamedTuple):
 
 
 def value_type_of(value: Any) -> ValueType:
-    """The metadata type a Python value gets where none is named (int: uint32 or wider)."""
+    """Return the metadata type for a Python value.
+
+    An int becomes uint32 or, if it is negative, int32; the 64-bit types are used for larger values.
+    Raises WriteError if no metadata type fits.
+    """
     if isinstance(value, (bool, np.bool_)):
         return ValueType.BOOL
     if isinstance(value, (int, np.integer)):
@@ -70,7 +74,7 @@ def value_type_of(value: Any) -> ValueType:
         return ValueType.STRING
     if isinstance(value, (list, tuple, np.ndarray)):
         return ValueType.ARRAY
-    raise errors.WriteError(f"no metadata type for a value of {type(value).__name__}")
+    raise errors.WriteError(f"no metadata type can store a {type(value).__name__}")
 
 
 def _encode_text(text: str) -> bytes:
@@ -88,15 +92,17 @@ def _element_type(values: list[Any]) -> ValueType:
         return ValueType.INT32 if max(values) < 1 << 31 else ValueType.INT64
     if kinds <= {ValueType.INT32, ValueType.UINT32, ValueType.INT64}:
         return ValueType.INT64
-    raise errors.WriteError("the values of a metadata array differ in type")
+    raise errors.WriteError("the values of a metadata array have different types")
 
 
 def encode_value(
     value: Any, kind: ValueType | None = None, element: ValueType | None = None
 ) -> bytes:
-    """A metadata value with its type tag. ``element`` is the type of an array's values.
+    """Encode a metadata value, preceded by its type tag.
 
-    Raises WriteError for a value that does not fit the type.
+    kind, element: type of the value, and of the values of an array. By default they are derived
+        from the Python type.
+    Raises WriteError if the value does not fit the type.
     """
     kind = value_type_of(value) if kind is None else kind
     tag = struct.pack("<I", kind)
@@ -114,18 +120,20 @@ def encode_value(
             return head + b"".join(encode_value(each, ValueType.ARRAY)[4:] for each in values)
         return head + struct.pack(f"<{len(values)}{VALUE_FORMAT[element]}", *values)
     except (struct.error, AttributeError, TypeError, OverflowError) as error:
-        raise errors.WriteError(f"a value does not fit type {kind.name.lower()}: {error}") from None
+        raise errors.WriteError(
+            f"a metadata value does not fit type {kind.name.lower()}: {error}"
+        ) from None
 
 
 class GGUFWriter:
-    """One file being written, as a context manager. Leaving it normally completes the file, for
-    which every declared byte must have been written. Any exception removes it.
+    """A GGUF file that is being written. Use it in a `with` statement.
 
-    checksums: the metadata get one for each slice (``gguf_tools.file.checksums``).
+    First call `meta`, `meta_encoded` and `declare` in any order, then `begin`, then `write_tensor`
+    or `write_at` for the data. The end of the `with` block completes the file, for which every
+    declared byte must have been written. An exception in the block removes the file.
 
-    ``meta``, ``meta_encoded`` and ``declare`` come first, in any order, and then ``begin``. The
-    data follows by ``write_tensor``, in any order of tensors, or by ``write_at``, in any order and
-    from several threads.
+    alignment: alignment of tensor data in bytes, a power of two.
+    checksums: whether to store a checksum of each slice (`gguf_tools.file.checksums`).
     """
 
     def __init__(
@@ -157,25 +165,32 @@ class GGUFWriter:
         kind: ValueType | None = None,
         element: ValueType | None = None,
     ) -> None:
-        """Set a metadata value; a second value of the same key replaces the first."""
+        """Set a metadata value. It replaces an earlier value of the same key.
+
+        kind, element: as in `encode_value`.
+        """
         self.meta_encoded(key, encode_value(value, kind, element))
 
     def meta_encoded(self, key: str, encoded: bytes) -> None:
-        """Set a metadata value that is encoded already, type tag included."""
+        """Set a metadata value from its encoded bytes, which start with the type tag."""
         if self._file is not None:
             raise errors.WriteError(f"{self.path}: key {key}: the header is already written")
         if not key:
-            raise errors.WriteError(f"{self.path}: empty metadata key")
+            raise errors.WriteError(f"{self.path}: a metadata key is empty")
         if not key.isprintable():
             raise errors.WriteError(f"{self.path}: key {key!r:.100} has control characters")
         if key == KEY_ALIGNMENT and encoded != encode_value(self.alignment, ValueType.UINT32):
             raise errors.WriteError(
-                f"{self.path}: key {key}: the file is written with alignment {self.alignment}"
+                f"{self.path}: key {key}: the value must be the file's alignment, {self.alignment}"
             )
         self._meta[key] = encoded
 
     def declare(self, name: str, shape: Iterable[int], ggml_type: GGMLType) -> Declared:
-        """Add a tensor (shape in ggml order, row length first) after those declared so far."""
+        """Add a tensor after the tensors declared so far.
+
+        shape: dimensions in ggml order, the row length first.
+        Raises a GGUFError subclass for an invalid or repeated name and for an invalid shape.
+        """
         shape = tuple(int(dim) for dim in shape)
         where = f"{self.path}: tensor {name}"
         if self._file is not None:
@@ -183,7 +198,7 @@ class GGUFWriter:
         if name in self.tensors:
             raise errors.DuplicateError(f"{where}: declared twice")
         if not name or len(name.encode("utf-8")) > MAX_NAME_BYTES:
-            raise errors.TextError(f"{where}: a name has 1 to {MAX_NAME_BYTES} bytes")
+            raise errors.TextError(f"{where}: the name must have 1 to {MAX_NAME_BYTES} bytes")
         if not name.isprintable():
             raise errors.TextError(f"{self.path}: tensor name {name!r} has control characters")
         if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
@@ -204,11 +219,10 @@ class GGUFWriter:
         return declared
 
     def begin(self) -> None:
-        """Remove what killed writers of the same file left, check the disk space, create the
-        temporary file and write the header.
+        """Create the temporary file and write the header.
 
-        Raises DiskSpaceError before a byte is written, WriteError where the folder or file
-        cannot be written.
+        Also remove temporary files of killed writers, and check the free disk space. Raises
+        DiskSpaceError before anything is written, or WriteError if the file cannot be written.
         """
         if self._checksums is not None:
             slices = sum(n_slices(each.shape) for each in self.tensors.values())
@@ -221,10 +235,11 @@ class GGUFWriter:
             free = shutil.disk_usage(self.path.parent).free
             if total > free:
                 raise errors.DiskSpaceError(
-                    f"{self.path}: needs {_gib(total)}, but only {_gib(free)} are free on its disk"
+                    f"{self.path}: the file needs {_gib(total)}, but its disk has only {_gib(free)}"
+                    " free"
                 )
             if self.path.is_dir():
-                raise errors.WriteError(f"{self.path}: is a folder")
+                raise errors.WriteError(f"{self.path}: is a folder: choose a file name")
             self._file = UnfinishedFile(self.path)
             self._pwrite(header, 0)
             os.ftruncate(self._file.fd, total)
@@ -232,7 +247,7 @@ class GGUFWriter:
             raise self._failed(error) from error
 
     def header(self) -> bytes:
-        """The bytes before the data, without the padding."""
+        """Return the encoded header: everything before the padding and the data."""
         parts = [MAGIC, struct.pack("<IQQ", VERSION, len(self.tensors), len(self._meta))]
         parts += (_encode_text(key) + encoded for key, encoded in self._meta.items())
         for each in self.tensors.values():
@@ -242,13 +257,15 @@ class GGUFWriter:
         return b"".join(parts)
 
     def write_at(self, name: str, start: int, data: Bytes) -> None:
-        """Write a piece of a tensor at byte ``start`` of it. Pieces must not overlap.
+        """Write a piece of a tensor's data, beginning at byte `start` of the tensor.
 
-        Safe to call from several threads.
+        Can be called from several threads. Pieces must not overlap.
         """
         declared = self.tensors.get(name)
         if declared is None or self._file is None:
-            raise errors.WriteError(f"{self.path}: tensor {name}: not declared or not begun")
+            raise errors.WriteError(
+                f"{self.path}: tensor {name}: call declare and begin before writing data"
+            )
         view = _flat(data)
         if start < 0 or start + view.nbytes > declared.nbytes:
             raise errors.WriteError(
@@ -265,7 +282,7 @@ class GGUFWriter:
             self._written[name] = self._written.get(name, 0) + view.nbytes
 
     def write_tensor(self, name: str, data: Bytes | Iterable[Bytes]) -> None:
-        """Write a whole tensor, from one buffer or from pieces in order."""
+        """Write all data of a tensor, given as one buffer or as consecutive pieces."""
         whole = isinstance(data, (bytes, bytearray, memoryview, np.ndarray))
         pieces: Iterable[Bytes] = (data,) if whole else data  # type: ignore[assignment]
         start = 0
@@ -277,14 +294,18 @@ class GGUFWriter:
                 start += chunk.nbytes
 
     def finish(self) -> None:
-        """Sync the complete file and give it its name; WriteError where bytes are missing."""
+        """Sync the file to disk and rename it to its final name.
+
+        Raises WriteError if the data of a tensor is incomplete or the file cannot be written.
+        """
         if self._file is None:
-            raise errors.WriteError(f"{self.path}: nothing was begun")
+            raise errors.WriteError(f"{self.path}: call begin before finish")
         for each in self.tensors.values():
             written = self._written.get(each.name, 0)
             if written != each.nbytes:
                 raise errors.WriteError(
-                    f"{self.path}: tensor {each.name}: {written} of {each.nbytes} bytes written"
+                    f"{self.path}: tensor {each.name}: only {written} of {each.nbytes} bytes were"
+                    " written"
                 )
         try:
             if self._checksums is not None:
@@ -295,9 +316,9 @@ class GGUFWriter:
             raise self._failed(error) from error
 
     def _header_with_checksums(self, checksums: dict[str, SliceChecksums]) -> bytes:
-        """The header again, with the checksums of what was written in the place of the zeros."""
+        """Return the header with the actual checksums instead of the zeros written by `begin`."""
         header = self.header()
-        # They are the last of the metadata, so that they end where the list of tensors begins.
+        # begin() adds the checksums last, so they are the last metadata value.
         end = _HEAD_BYTES + sum(
             len(_encode_text(key)) + len(encoded) for key, encoded in self._meta.items()
         )
@@ -308,7 +329,7 @@ class GGUFWriter:
         return header[:start] + struct.pack(f"<{1 + len(values)}I", own, *values) + header[end:]
 
     def abort(self) -> None:
-        """Remove what has been written so far; harmless when there is nothing."""
+        """Remove the temporary file, if there is one."""
         if self._file is not None:
             self._file.discard()
             self._file = None
@@ -333,7 +354,7 @@ class GGUFWriter:
 
     def _pwrite(self, data: bytes | memoryview, offset: int) -> None:
         if self._file is None:
-            raise errors.WriteError(f"{self.path}: already closed")
+            raise errors.WriteError(f"{self.path}: the file is already closed")
         view = memoryview(data)
         while view.nbytes:
             n = os.pwrite(self._file.fd, view, offset)

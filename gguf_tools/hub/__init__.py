@@ -1,5 +1,7 @@
-"""Models from the Hugging Face Hub, in huggingface_hub's own cache, with its token and
-endpoint (HF_HOME, HF_TOKEN, HF_ENDPOINT)."""
+"""Download models from the Hugging Face Hub into huggingface_hub's cache.
+
+The usual environment variables apply: HF_HOME, HF_TOKEN and HF_ENDPOINT.
+"""
 
 from gguf_tools.hub.contents import Download, HubFile, prepare
 from gguf_tools.hub.download import fetch

@@ -1,4 +1,4 @@
-"""What a repository of the Hugging Face Hub holds, and what of it is to be downloaded."""
+"""List the files of a Hugging Face repository and plan a download."""
 
 import re
 import shutil
@@ -16,10 +16,11 @@ _ETAG = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository.
+    """A file of a Hugging Face repository and its place in the local cache.
 
-    ``path`` is where it is, or will be. ``blob`` is where its bytes go first, by content. ``have``
-    counts the bytes that are here already.
+    path: location in the cache's snapshot folder.
+    blob: location of the contents in the cache's blob folder, named by the file's ETag.
+    have: number of bytes that are already in the cache.
     """
 
     name: str
@@ -32,10 +33,11 @@ class HubFile:
 
 @dataclass(slots=True)
 class Download:
-    """What to get from a repository, before anything is downloaded. Sizes are bytes.
+    """A planned download from a Hugging Face repository. Sizes are in bytes.
 
-    ``models`` are the GGUF models among the files, each by its first part. ``free`` is the room on
-    the disk of the cache.
+    folder: the repository's folder in the cache.
+    models: the GGUF models among the files, each named by its first file.
+    free: free space on the disk of the cache.
     """
 
     repo: str
@@ -48,33 +50,33 @@ class Download:
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
+        """The total size of all files."""
         return sum(each.size for each in self.files)
 
     @property
     def missing(self) -> int:
-        """Bytes that are still to be downloaded."""
+        """The number of bytes that still have to be downloaded."""
         return sum(each.size - each.have for each in self.files)
 
     def summary(self) -> str:
-        """One line: files, size, what is left to download, free space."""
+        """Return one line for the user: files, total size, size to download and free space."""
         n = len(self.files)
         text = f"{self.repo} at {self.commit[:8]}: {n} file{'s' * (n != 1)}"
         text += f", {format_size(self.nbytes)}"
         if not self.missing:
-            return f"{text}, all here already"
+            return f"{text}, already downloaded"
         return (
             f"{text}, {format_size(self.missing)} to download into {self.folder},"
             f" {format_size(self.free)} free there"
         )
 
     def check_space(self) -> None:
-        """Raises DiskSpaceError where the cache's disk has too little room."""
+        """Raise DiskSpaceError if the disk of the cache has too little free space."""
         if self.missing > self.free:
             raise DiskSpaceError(
                 f"{self.repo}: {format_size(self.missing, up=True)} to download, but only"
-                f" {format_size(self.free)} are free in {self.folder}: make room, or set HF_HOME"
-                " to a folder on another disk"
+                f" {format_size(self.free)} are free in {self.folder}: free disk space, or set"
+                " HF_HOME to a folder on another disk"
             )
 
 
@@ -85,15 +87,17 @@ def prepare(
     *,
     checkpoint_first: bool = False,
 ) -> Download:
-    """Ask the Hub what a repository (OWNER/NAME) holds, and choose from it.
+    """Query the files of a repository (OWNER/NAME) and select those to download.
 
-    include: patterns of file names, as ``*Q4_K_M*``. Without one, the only GGUF model of the
-    repository is chosen, else a checkpoint's weights, configuration and tokenizer;
-    checkpoint_first: the other way round. Of a model in several files all are taken.
+    By default, select the repository's only GGUF model or, if there is none, the checkpoint: its
+    weights, configuration and tokenizer. A split model is selected with all its parts.
 
-    Raises HubError, in one sentence, where there is no such repository or revision or no access
-    to it, where there are several models to choose from, and where nothing matches. Raises
-    HubUnreachableError where the Hub does not answer.
+    include: patterns of file names, such as `*Q4_K_M*`, that replace the default selection.
+    revision: branch, tag or commit. Default: the main branch.
+    checkpoint_first: prefer the checkpoint to a GGUF model.
+
+    Raises HubError if the repository or revision does not exist or is not accessible, if several
+    models match, or if nothing matches. Raises HubUnreachableError if the Hub does not answer.
     """
     from huggingface_hub import HfApi
 
@@ -109,12 +113,12 @@ def prepare(
 
 
 def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
-    """Size, place and content hash of a file, and how much of it is here."""
+    """Look up a file's size and ETag on the Hub, and how much of it is in the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     inside = PurePosixPath(name)
     if inside.is_absolute() or ".." in inside.parts:
-        raise HubError(f"{repo}: the file name {name!r} leaves its folder")
+        raise HubError(f"{repo}: the file name {name!r} leads out of the repository's folder")
     path = folder / "snapshots" / commit / inside
     url = hf_hub_url(repo, name, revision=commit)
     if path.exists():
@@ -122,7 +126,7 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
         return HubFile(name, size, url, path, path, size)
     found = get_hf_file_metadata(url)
     if found.size is None or found.etag is None or not _ETAG.fullmatch(found.etag):
-        raise HubError(f"{repo}: {name}: the server does not say its size and ETag")
+        raise HubError(f"{repo}: {name}: the server does not report the file's size and ETag")
     blob = folder / "blobs" / found.etag
     here = blob if blob.exists() else incomplete_blob(blob)
     have = min(found.size, here.stat().st_size) if here.exists() else 0
@@ -130,7 +134,7 @@ def _look_up(repo: str, commit: str, name: str, folder: Path) -> HubFile:
 
 
 def incomplete_blob(blob: Path) -> Path:
-    """Where the cache keeps a blob that has not been downloaded to its end."""
+    """Return the cache's path for a blob that is not completely downloaded."""
     return blob.with_name(blob.name + ".incomplete")
 
 

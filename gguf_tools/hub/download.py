@@ -1,8 +1,8 @@
-"""Files of a repository, downloaded into huggingface_hub's own cache.
+"""Download files of a Hugging Face repository into huggingface_hub's cache, with resumption.
 
-Its HTTP client fetches them, into the place that the cache has for them. Its own
-``hf_hub_download`` would throw a partial download away when the process ends, and a model is
-many gigabytes. It is called for what lies there complete.
+huggingface_hub's own `hf_hub_download` discards a partial download when the process ends. This
+module therefore downloads each file's blob with the library's HTTP client and calls
+`hf_hub_download` afterwards, which then only links the finished blob.
 """
 
 import fcntl
@@ -24,10 +24,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
-    """Download what is missing; the local paths, in the order of ``download.files``.
+    """Download the missing files. Return the local paths in the order of `download.files`.
 
-    ``progress`` gets the finished share, 0 to 1. A connection that breaks is taken up again, and
-    so is a download of an earlier run. Raises HubError, and DiskSpaceError before the first byte.
+    Broken connections and partial downloads of earlier runs are resumed. Raises HubError, or
+    DiskSpaceError before anything is downloaded.
+
+    progress: called with the finished share, 0 to 1.
     """
     from huggingface_hub import constants, hf_hub_download
 
@@ -38,7 +40,7 @@ def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
         for file in download.files:
             meter.add(file.have)
             if not file.path.exists():
-                # Larger files go through the Hub's own protocol for them instead of HTTP.
+                # For larger files hf_hub_download uses the Hub's Xet protocol instead of HTTP.
                 if not file.blob.exists() and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                     _download(file, meter.add)
                 hf_hub_download(download.repo, file.name, revision=download.commit)
@@ -51,13 +53,14 @@ def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
 
 
 def _download(file: HubFile, add: Callable[[int], None]) -> None:
-    """Bring a file's blob into being, from where an earlier attempt ended."""
+    """Download a file's blob, continuing a partial download. `add` is called with each number of
+    received bytes."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     class Bar:
-        """The part of a tqdm that http_get uses."""
+        """A progress bar with the methods of tqdm that http_get calls."""
 
         def __init__(self, **_: Any) -> None:
             pass
@@ -77,7 +80,9 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
         try:
             fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise HubError(f"{file.name}: another process is downloading it") from None
+            raise HubError(
+                f"{file.name}: another process is downloading this file: try again later"
+            ) from None
         if target.tell() > file.size:
             target.truncate(0)
         retries = RETRIES
@@ -96,7 +101,7 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
             except HfHubHTTPError:
                 raise
             except HTTPError:
-                # http_get takes up some broken connections itself, but not a reset one.
+                # http_get resumes after a timeout, but not after a connection reset.
                 retries = RETRIES if target.tell() > before else retries - 1
                 if not retries:
                     raise
@@ -106,5 +111,7 @@ def _download(file: HubFile, add: Callable[[int], None]) -> None:
         # Large files are named by their SHA-256.
         if _SHA256.fullmatch(file.blob.name) and sha256_of(incomplete) != file.blob.name:
             incomplete.unlink()
-            raise HubError(f"{file.name}: damaged on the way (its SHA-256 differs): pull it again")
+            raise HubError(
+                f"{file.name}: damaged during the download (wrong SHA-256): pull it again"
+            )
         os.replace(incomplete, file.blob)

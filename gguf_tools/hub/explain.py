@@ -1,4 +1,4 @@
-"""What can go wrong with the Hub and its cache, in one sentence each."""
+"""Translate errors of huggingface_hub into one-sentence messages."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from gguf_tools.errors import HubError, HubUnreachableError
 
 
 def storage_folder(repo: str) -> Path:
-    """The folder of a repository in the cache."""
+    """Return the folder of a repository in huggingface_hub's cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -19,7 +19,7 @@ def storage_folder(repo: str) -> Path:
 
 @contextmanager
 def hub_sentences(repo: str, revision: str | None) -> Iterator[None]:
-    """Turns what huggingface_hub raises into one sentence, and keeps its own log quiet."""
+    """Convert exceptions of huggingface_hub in the block to HubError, and silence its log."""
     from huggingface_hub.errors import EntryNotFoundError, HTTPError
 
     log = logging.getLogger("huggingface_hub")
@@ -39,32 +39,36 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
 
     endpoint, why = constants.ENDPOINT, _first_line(error)
     login = "log in with `hf auth login` or set HF_TOKEN"
-    # The first line whose class an error has says what it is: some classes derive from others.
+    # Derived classes come before their base classes: the first match is used.
     sentences: tuple[tuple[type[Exception], type[HubError], str], ...] = (
         (
             hub.GatedRepoError,
             HubError,
-            f"access to it is restricted: accept its terms at {endpoint}/{repo}, then {login}",
+            f"access is restricted: accept the terms at {endpoint}/{repo}, then {login}",
         ),
         (
             hub.RepositoryNotFoundError,
             HubError,
-            f"no such model at {endpoint}, or a private one: check the name, or {login}",
+            f"{endpoint} has no such model, or it is private: check the name, or {login}",
         ),
         (
             hub.DisabledRepoError,
             HubError,
-            f"disabled at {endpoint}: nobody can download it",
+            f"the repository is disabled at {endpoint} and cannot be downloaded",
         ),
-        (hub.RevisionNotFoundError, HubError, f"no revision {revision}"),
+        (hub.RevisionNotFoundError, HubError, f"there is no revision {revision}"),
         (
             hub.LocalEntryNotFoundError,
             HubUnreachableError,
             f"{endpoint} no longer answers: try again later",
         ),
-        (hub.EntryNotFoundError, HubError, f"a file of it is gone: {why}"),
-        (hub.HFValidationError, HubError, "not a repository's name: write it as OWNER/NAME"),
-        (hub.OfflineModeIsEnabled, HubUnreachableError, "HF_HUB_OFFLINE forbids asking the Hub"),
+        (hub.EntryNotFoundError, HubError, f"a file no longer exists: {why}"),
+        (hub.HFValidationError, HubError, "not a repository name: write it as OWNER/NAME"),
+        (
+            hub.OfflineModeIsEnabled,
+            HubUnreachableError,
+            "the Hub cannot be reached because HF_HUB_OFFLINE is set: unset it",
+        ),
     )
     for kind, ours, text in sentences:
         if isinstance(error, kind):
@@ -80,14 +84,14 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
 
 
 def _answered(repo: str, endpoint: str, status: int, login: str) -> HubError:
-    """What an HTTP status means that no class of the library stands for."""
-    advice = "is HF_ENDPOINT right?"
+    """Return the error for an HTTP status for which huggingface_hub has no exception class."""
+    advice = "check HF_ENDPOINT"
     if status in (401, 403):
-        advice = f"is the token right? {login}"
+        advice = f"check the token, or {login}"
     elif status == 429 or status >= 500:
         advice = "try again later"
     kind = HubUnreachableError if status >= 500 else HubError
-    return kind(f"{repo}: {endpoint} answers {status}: {advice}")
+    return kind(f"{repo}: {endpoint} answered with HTTP status {status}: {advice}")
 
 
 def _first_line(error: Exception) -> str:

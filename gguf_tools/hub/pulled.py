@@ -1,4 +1,4 @@
-"""The models that lie in the cache of huggingface_hub: listed, found by a short name, removed."""
+"""List, find and remove the models in huggingface_hub's cache."""
 
 import shutil
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ _ENDING = ".gguf"
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A GGUF model in the cache, or a checkpoint.
+    """A GGUF model or a checkpoint in the cache.
 
-    ``file``: the name of its (first) GGUF in the repository, empty for a checkpoint. ``paths``: its
-    files, the first one first; of a checkpoint the folder. ``used_s``: when it was last read or
-    written, in seconds of the clock.
+    file: name of the GGUF, or of its first part, in the repository. Empty for a checkpoint.
+    paths: the model's files in order, or the folder of a checkpoint.
+    used_s: Unix time of the last access.
     """
 
     repo: str
@@ -30,14 +30,14 @@ class Pulled:
 
     @property
     def stem(self) -> str:
-        """The file's name without folder, ending and number of a part."""
+        """The file name without folder, extension and part number."""
         name = PurePosixPath(self.file).name
         split = SPLIT_NAME.fullmatch(name)
         return split[1] if split else name.removesuffix(_ENDING)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it may be called, the shortest last."""
+        """The names by which a user can refer to the model, the shortest last."""
         if not self.file:
             return (self.repo,)
         long = f"{self.repo}/{self.file}"
@@ -47,7 +47,7 @@ class Pulled:
 
 
 def pulled() -> list[Pulled]:
-    """All of them, by name. What cannot be read as part of the cache is left out."""
+    """Return all models in the cache, sorted by name. Damaged cache entries are left out."""
     from huggingface_hub import constants, scan_cache_dir
 
     if not Path(constants.HF_HUB_CACHE).is_dir():
@@ -56,7 +56,7 @@ def pulled() -> list[Pulled]:
     for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos:
         if repo.repo_type != "model":
             continue
-        # A model in several revisions is the one that was asked for last.
+        # If several revisions contain a model, the most recently modified one is listed.
         for revision in sorted(repo.revisions, key=lambda each: each.last_modified):
             files = {
                 each.file_path.relative_to(revision.snapshot_path).as_posix(): each
@@ -84,7 +84,7 @@ def pulled() -> list[Pulled]:
 
 
 def short_name(model: Pulled, among: Sequence[Pulled]) -> str:
-    """The shortest of its names that is no other's."""
+    """Return the shortest name of a model that no other model in `among` has."""
     others = [each for each in among if each != model]
     return next(
         (name for name in reversed(model.names) if not any(_is(each, name) for each in others)),
@@ -93,20 +93,25 @@ def short_name(model: Pulled, among: Sequence[Pulled]) -> str:
 
 
 def find_pulled(text: str, gguf: bool = True) -> Pulled | None:
-    """The model that a name means, None where none has it. gguf: checkpoints do not count.
-    Raises HubError where several have it."""
+    """Find a model in the cache by one of its names. Return None if there is no such model.
+
+    gguf: ignore checkpoints.
+    Raises HubError if several models have this name.
+    """
     name = text.removeprefix(PREFIX)
     among = pulled()
     matching = [each for each in among if _is(each, name) and (each.file or not gguf)]
     if len(matching) > 1:
         names = ", ".join(short_name(each, among) for each in matching)
-        raise HubError(f"{text}: several models that were pulled have this name: {names}")
+        raise HubError(f"{text}: several downloaded models have this name: choose one of {names}")
     return matching[0] if matching else None
 
 
 def remove(model: Pulled) -> int:
-    """Deletes a model from the cache, and what else its repository's folder holds where it is the
-    last one there. Returns how many bytes that frees. Raises OSError."""
+    """Delete a model from the cache. Return the number of bytes that this frees.
+
+    If it is the last model of its repository, delete the repository's whole folder. Raises OSError.
+    """
     folder = storage_folder(model.repo)
     if not model.file or sum(each.repo == model.repo for each in pulled()) == 1:
         nbytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())

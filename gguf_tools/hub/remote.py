@@ -1,4 +1,4 @@
-"""The headers of models that are not here, read by range requests: of the Hub, or of any URL."""
+"""Read the headers of remote models by HTTP range requests, from the Hub or any URL."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from gguf_tools.hub.contents import prepare
 from gguf_tools.hub.selection import PREFIX
 from gguf_tools.units import format_size
 
-# What the headers of one model may have, all parts together.
+# Maximum number of bytes to read for one model, all parts together.
 MOST_BYTES = 64 << 20
-# What is asked for first, of each part; then as much again as is there.
+# Size of the first request for each part. Each further request doubles the bytes read so far.
 _FIRST_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-# A path makes one slash of two.
-_WORN = re.compile(r"(https?):/+")
+# The beginning of a URL. A URL that was stored as a Path has only one slash.
+_URL_START = re.compile(r"(https?):/+")
 
 
 class Headers(NamedTuple):
-    """path: of the first part of a model, whose parts have their header and their true size, and
-    nothing else. read_bytes: what was read for it. nbytes: of the model."""
+    """Local stand-ins for a remote model: sparse files with its headers and its true file sizes.
+
+    path: the stand-in of the first part.
+    read_bytes: number of bytes that were downloaded.
+    nbytes: size of the whole model.
+    """
 
     path: Path
     read_bytes: int
@@ -34,14 +38,19 @@ class Headers(NamedTuple):
 
 
 def is_remote(text: str) -> bool:
-    """Whether a model is named as on the Hub, or by a URL."""
-    return text.startswith(PREFIX) or _WORN.match(text) is not None
+    """Return whether a model name is a URL or a name on the Hub, such as `hf:OWNER/NAME`."""
+    return text.startswith(PREFIX) or _URL_START.match(text) is not None
 
 
 def fetch_headers(text: str, folder: Path) -> Headers:
-    """Writes stand-ins for the parts of ``hf:OWNER/NAME/FILE``, ``hf:OWNER/NAME`` or a URL into a
-    folder. At most MOST_BYTES are read. Raises HubError, where the server gives no parts of a file
-    too, HubUnreachableError, GGUFError for what is no model, and OSError."""
+    """Download a remote model's headers and write stand-ins for its files into a folder.
+
+    text: `hf:OWNER/NAME`, `hf:OWNER/NAME/FILE` or a URL.
+
+    At most MOST_BYTES are read. Raises HubError if the model is not found or the server does not
+    support range requests, HubUnreachableError if the server does not answer, GGUFError if the file
+    is not a valid GGUF, and OSError if a stand-in cannot be written.
+    """
     urls, headers = _of_hub(text) if text.startswith(PREFIX) else (_of_url(text), {})
     reader = _Reader(headers)
     paths = []
@@ -59,7 +68,7 @@ def fetch_headers(text: str, folder: Path) -> Headers:
 
 
 def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
-    """The URLs of a model's parts, and the headers that open them."""
+    """Return the URLs of a Hub model's parts and the HTTP headers for the requests."""
     from huggingface_hub.utils import build_hf_headers
 
     words = text.removeprefix(PREFIX).split("/", 2)
@@ -68,16 +77,17 @@ def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
     found = prepare("/".join(words[:2]), [glob.escape(each) for each in words[2:]])
     if len(found.models) != 1:
         names = ", ".join(found.models) or "none"
-        raise HubError(f"{text}: one GGUF model is needed, and it matches {names}")
+        raise HubError(f"{text}: exactly one GGUF model must match, but these match: {names}")
     return [file.url for file in found.files], build_hf_headers()
 
 
 def _of_url(text: str) -> list[str]:
-    url = _WORN.sub(r"\1://", text, count=1)
+    """Return the URLs of a model's parts, given the URL of one part or of the only file."""
+    url = _URL_START.sub(r"\1://", text, count=1)
     try:
         at = urlsplit(url)
     except ValueError as error:
-        raise HubError(f"{text}: no address: {error}") from None
+        raise HubError(f"{text}: not a valid URL: {error}") from None
     folder, _, name = at.path.rpartition("/")
     split = SPLIT_NAME.fullmatch(unquote(name))
     if split is None:
@@ -87,11 +97,13 @@ def _of_url(text: str) -> list[str]:
 
 
 class _Reader:
+    """Reads headers by range requests and counts the bytes read."""
+
     def __init__(self, headers: dict[str, str]) -> None:
         self._headers, self.read_bytes = headers, 0
 
     def header(self, url: str, name: str) -> tuple[bytes, int]:
-        """The beginning of a file with all of its header, and the size of the file."""
+        """Return the beginning of a file, including its whole header, and the file's size."""
         have, wanted = b"", _FIRST_BYTES
         while True:
             piece, size = self._range(url, len(have), wanted)
@@ -105,12 +117,12 @@ class _Reader:
             wanted = len(have)
             if self.read_bytes + wanted > MOST_BYTES:
                 raise HubError(
-                    f"{url}: its header does not end within {format_size(MOST_BYTES)}: that is no "
-                    f"GGUF model"
+                    f"{url}: not a GGUF model: the header is longer than {format_size(MOST_BYTES)}"
                 )
 
     def _range(self, url: str, start: int, n: int) -> tuple[bytes, int]:
-        """So many bytes from a place, or as many as there are, and the size of the file."""
+        """Request n bytes from offset `start`. Return the received bytes, which can be fewer, and
+        the size of the file."""
         from huggingface_hub.errors import HTTPError
         from huggingface_hub.utils import get_session
 
@@ -133,7 +145,7 @@ class _Reader:
             raise HubUnreachableError(f"{url}: cannot be reached: {why}") from error
         if status == 200:
             raise HubError(
-                f"{url}: this server gives whole files alone (no range requests), so that the "
-                f"header cannot be read by itself: download the file, and name that"
+                f"{url}: the server does not support range requests, so the header cannot be read "
+                f"without the rest: download the file and give its path"
             )
-        raise HubError(f"{url}: the server answers {status}: is the address right?")
+        raise HubError(f"{url}: the server answered with HTTP status {status}: check the URL")

@@ -1,4 +1,4 @@
-"""Models named on the command line as hf:OWNER/NAME: their local paths, downloaded where needed."""
+"""Resolve model names such as hf:OWNER/NAME to local paths, downloading the model if necessary."""
 
 import glob
 from collections.abc import Callable, Sequence
@@ -15,10 +15,13 @@ from gguf_tools.hub.selection import PREFIX, models_of, select_files
 def resolve(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> Path:
-    """The local path of ``hf:OWNER/NAME`` or ``hf:OWNER/NAME/FILE``, downloaded where needed.
+    """Return the local path of a GGUF model, and download it if it is not in the cache.
 
-    note gets a line before a download. progress opens a bar for it, as a context manager that
-    gives a Progress. Where the Hub does not answer, what is in the cache is used. Raises HubError.
+    If the Hub does not answer, the cached model is used. Raises HubError.
+
+    text: `hf:OWNER/NAME` or `hf:OWNER/NAME/FILE`.
+    note: called with one line of text before a download.
+    progress: returns a context manager that shows a progress bar and yields a Progress callback.
     """
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
@@ -34,8 +37,8 @@ def resolve(
         return here
     if len(found.models) != 1:
         names = found.models or [each.name for each in found.files[:4]]
-        what = "several models match" if found.models else "no GGUF model in"
-        raise HubError(f"{repo}: {what} {', '.join(names)}")
+        what = "several models match" if found.models else "there is no GGUF model among the files"
+        raise HubError(f"{repo}: {what}: {', '.join(names)}")
     _fetch_noted(found, note, progress)
     return next(each.path for each in found.files if each.name == found.models[0])
 
@@ -43,8 +46,10 @@ def resolve(
 def resolve_checkpoint(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> tuple[Path, str]:
-    """The local folder and NAME of the checkpoint ``hf:OWNER/NAME[@REVISION]``. Where a repository
-    holds no checkpoint, it is the path of its only GGUF. Works as ``resolve`` otherwise.
+    """Return the local folder and the NAME of the checkpoint `hf:OWNER/NAME[@REVISION]`.
+
+    If the repository has no checkpoint, return the path of its only GGUF model instead of a folder.
+    Parameters and errors are those of `resolve`.
     """
     repo, _, revision = text.removeprefix(PREFIX).partition("@")
     name = repo.rpartition("/")[2]
@@ -74,7 +79,7 @@ def _fetch_noted(
 
 
 def _cached(repo: str, include: Sequence[str]) -> Path | None:
-    """The model in the cache, as of the last time that it was asked for."""
+    """Return the cached model of a repository's main branch without contacting the Hub, or None."""
     snapshot = _snapshot(repo, "main")
     if snapshot is None:
         return None
@@ -88,7 +93,7 @@ def _cached(repo: str, include: Sequence[str]) -> Path | None:
 
 
 def _snapshot(repo: str, revision: str) -> Path | None:
-    """The folder of a revision, as of the last time that it was asked for."""
+    """Return the cached folder of a revision without contacting the Hub, or None."""
     folder = storage_folder(repo)
     if (folder / "snapshots" / revision).is_dir():
         return folder / "snapshots" / revision

@@ -1,4 +1,4 @@
-"""Which files of a repository on the Hugging Face Hub make a model."""
+"""Select the files of a Hugging Face repository that make up a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from gguf_tools.units import format_size
 
 PREFIX = "hf:"
 MAX_LISTED = 24
-# GGUF files with such names are no language model but projectors for images, calibration data.
+# Name prefixes of GGUF files that are not language models: image projectors and calibration data.
 _OTHER = ("mmproj", "imatrix")
 _CHECKPOINT = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
@@ -22,11 +22,14 @@ def select_files(
     *,
     checkpoint_first: bool = False,
 ) -> list[str]:
-    """The files to take of those that a repository holds (name: bytes), sorted.
+    """Return the sorted names of the files to download from a repository.
 
-    include: patterns of file names or paths. Without one, the only GGUF model is taken, else a
-    checkpoint; checkpoint_first: the other way round. Of a model in several files all are taken.
-    Raises HubError, in one sentence that lists what there is.
+    By default, select the only GGUF model or, if there is none, the checkpoint. A split model is
+    selected with all its parts. Raises HubError, which lists the available files.
+
+    sizes: size in bytes of each file of the repository, by name.
+    include: patterns of file names or paths that replace the default selection.
+    checkpoint_first: prefer the checkpoint to a GGUF model.
     """
     models = models_of(sizes)
     if checkpoint_first and not include and (found := _checkpoint(sizes)):
@@ -35,7 +38,8 @@ def select_files(
         chosen = {name for each in include for name in _matching(sizes, each)}
         if not chosen:
             raise HubError(
-                f"{repo}: nothing matches {' or '.join(include)}; it holds {_listed(sizes, models)}"
+                f"{repo}: no file matches {' or '.join(include)}: the repository contains"
+                f" {_listed(sizes, models)}"
             )
         for parts in models.values():
             if chosen.intersection(parts):
@@ -45,7 +49,7 @@ def select_files(
     own = {first: parts for first, parts in models.items() if is_language_model(first)}
     if len(own) > 1:
         raise HubError(
-            f"{repo} holds {len(own)} models: choose one as {PREFIX}{repo}/FILE, or by `moe-edge"
+            f"{repo} contains {len(own)} models: choose one as {PREFIX}{repo}/FILE, or by `moe-edge"
             f" pull {repo} --include PATTERN`: {_listed(sizes, own)}"
         )
     if own:
@@ -54,32 +58,34 @@ def select_files(
         return sorted(parts)
     if found := _checkpoint(sizes):
         return found
-    raise HubError(f"{repo}: neither a GGUF nor safetensors; it holds {_listed(sizes, {})}")
+    raise HubError(
+        f"{repo}: no GGUF or safetensors files: the repository contains {_listed(sizes, {})}"
+    )
 
 
 def _checkpoint(sizes: Mapping[str, int]) -> list[str]:
-    """The files of a checkpoint, sorted; none where there are no weights."""
+    """Return the sorted files of the repository's checkpoint, or an empty list if it has none."""
     weights = [name for name in sizes if fnmatchcase(name, "*.safetensors") and "/" not in name]
     chosen = {
         name
         for name in sizes
         if "/" not in name and any(fnmatchcase(name, each) for each in _CHECKPOINT)
     }
-    # Some repositories hold the weights a second time, in their makers' own layout.
-    twice = {name for name in weights if name.startswith("consolidated")}
+    # Some repositories contain the weights twice, the second time in the vendor's own layout.
+    duplicates = {name for name in weights if name.startswith("consolidated")}
     if not weights:
         return []
-    return sorted(chosen - twice if len(twice) < len(weights) else chosen)
+    return sorted(chosen - duplicates if len(duplicates) < len(weights) else chosen)
 
 
 def _check_parts(repo: str, sizes: Mapping[str, int], parts: Sequence[str]) -> None:
     for name in parts:
         if name not in sizes:
-            raise HubError(f"{repo}: {name} is missing there, a part of {parts[0]}")
+            raise HubError(f"{repo}: {name} is missing in the repository: a part of {parts[0]}")
 
 
 def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
-    """GGUF models among file names: the first part of each, and all its parts."""
+    """Return the GGUF models among file names: a list of parts for each first part."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         match = SPLIT_NAME.fullmatch(name)
@@ -92,19 +98,21 @@ def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_language_model(name: str) -> bool:
-    """Whether a GGUF's name is that of a model, and not of something that goes with one."""
+    """Return whether a GGUF file is a language model, judging by its name: image projectors and
+    importance matrices are not."""
     return not PurePosixPath(name).name.lower().startswith(_OTHER)
 
 
 def _matching(names: Collection[str], pattern: str) -> list[str]:
-    """The paths that a pattern describes. Where it describes none, they are those whose file name
-    it describes."""
+    """Return the paths that match a pattern. If there are none, return the paths whose file name
+    without folder matches it."""
     whole = [name for name in names if fnmatchcase(name, pattern)]
     return whole or [name for name in names if fnmatchcase(PurePosixPath(name).name, pattern)]
 
 
 def _listed(sizes: Mapping[str, int], models: Mapping[str, list[str]]) -> str:
-    """Models with their sizes, else files, and no more of them than a person wants to read."""
+    """Format the models with their sizes, or the files if there are no models, as a list of at most
+    MAX_LISTED entries."""
     if models:
         found = [
             f"{first} ({format_size(sum(sizes.get(part, 0) for part in parts))})"

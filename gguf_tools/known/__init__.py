@@ -1,5 +1,7 @@
-"""Mixture-of-Experts models that people run, by their published shapes: `models.json` here. Of each
-a header can be made, as a file of it would have one."""
+"""Published shapes of popular Mixture-of-Experts models, from which a GGUF header can be generated.
+
+The shapes are in `models.json`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from gguf_tools.file.writer import GGUFWriter
 
 DATA = Path(__file__).with_name("models.json")
 
-# What a quantizer takes where a row is no multiple of a type's block, as llama.cpp's does.
-_INSTEAD = {
+# The types that llama.cpp's quantizer uses if a type's block does not divide the row length.
+_FALLBACK = {
     GGMLType.Q2_K: GGMLType.IQ4_NL,
     GGMLType.Q3_K: GGMLType.IQ4_NL,
     GGMLType.Q4_K: GGMLType.Q5_0,
@@ -40,9 +42,14 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The types of a file, by the name that repositories give it: of matrices that are no experts,
-    of the one of the vocabulary, of experts' gate and up, and of their down in the layers with more
-    bits (about a half, as llama.cpp chooses them) and in the others."""
+    """The tensor types of a quantization mix of llama.cpp, such as Q4_K_M.
+
+    dense: type of the matrices that are not experts.
+    output: type of the output matrix.
+    experts: type of the experts' gate and up matrices.
+    down: types of the experts' down matrices: in the layers for which llama.cpp chooses more bits
+        (about half of them), and in the other layers.
+    """
 
     dense: GGMLType
     output: GGMLType
@@ -52,11 +59,20 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A published shape. total_b, active_b: billions of parameters, as published. d_ff: of the
-    dense_layers leading layers; d_shared: of all shared experts together. mla: ranks and lengths of
-    latent attention. recurrent: how many layers have no attention, and their matrices [n_in,
-    n_out]. output_gate: attention has a gate of its queries' size. source: the repository at
-    Hugging Face; seen: where, and on which day, its configuration was read."""
+    """The published shape of a model.
+
+    total_b, active_b: published number of parameters, in billions.
+    dense_layers: number of layers without experts, at the start.
+    d_ff, d_expert, d_shared: feed-forward width of a dense layer, of one expert, and of all shared
+        experts of a layer together.
+    tied: whether the output matrix is that of the embeddings.
+    precisions: names of the available quantization mixes.
+    source: repository on the Hugging Face Hub.
+    seen: where and when the configuration was read.
+    mla: ranks and head lengths of multi-head latent attention, if the model uses it.
+    recurrent: number of layers without attention, and the shapes [n_in, n_out] of their matrices.
+    output_gate: whether attention has an output gate, of the size of its queries.
+    """
 
     name: str
     total_b: float
@@ -84,20 +100,22 @@ class KnownModel:
 
     @property
     def parameters(self) -> int:
-        """Weights of all matrices."""
+        """The number of weights in all matrices."""
         return sum(prod(shape) for _, shape, _ in self._tensors(_precisions()["Q8_0"]))
 
     @property
     def active(self) -> tuple[int, int]:
-        """Weights that a token uses: without the vocabulary's matrices, and with them."""
+        """The number of weights used per token, without and with embeddings and output matrix."""
         layers = self.layers - self.dense_layers
         unused = 3 * self.d_model * self.d_expert * (self.experts - self.top_k) * layers
         used = self.parameters - unused
         return used - self.d_model * self.vocab * (2 - self.tied), used
 
     def parts(self, precision: str) -> list[GGUFFile]:
-        """The header of a file of it, in one of its precisions, as ExpertModel.of_parts takes it.
-        No file of it is anywhere."""
+        """Generate the header of this model in one of its precisions, for `ExpertModel.of_parts`.
+
+        The result is one part without data. No file is written.
+        """
         writer = GGUFWriter(Path(f"{self.name}-{precision}.gguf"))
         for key, value in self._metadata().items():
             writer.meta(key, value)
@@ -106,25 +124,25 @@ class KnownModel:
         header = writer.header()
         size = pad(len(header), writer.alignment) + writer.data_bytes
         part = GGUFFile(writer.path, header, size)
-        # Only their number counts, and parsing them would take most of the time.
+        # Only the number of tokens matters. Encoding and parsing them would take most of the time.
         part.metadata["tokenizer.ggml.tokens"] = [""] * self.vocab
         return [part]
 
     def _metadata(self) -> dict[str, Any]:
         latent = self.mla
-        cells = [1 if latent else self.kv_heads, 0]
+        kv_heads = [1 if latent else self.kv_heads, 0]
         lengths = [self.head_dim, self.head_dim]
         if latent:
             lengths = [latent["kv_rank"] + latent["rope"], latent["kv_rank"]]
-        without = [self._is_recurrent(layer) for layer in range(self.layers)]
+        recurrent = [self._is_recurrent(layer) for layer in range(self.layers)]
         found = {
             "block_count": self.layers,
             "context_length": self.context,
             "embedding_length": self.d_model,
             "expert_count": self.experts,
             "expert_used_count": self.top_k,
-            "attention.head_count": [0 if each else self.heads for each in without],
-            "attention.head_count_kv": [cells[each] for each in without],
+            "attention.head_count": [0 if each else self.heads for each in recurrent],
+            "attention.head_count_kv": [kv_heads[each] for each in recurrent],
             "attention.key_length": lengths[0],
             "attention.value_length": lengths[1],
         }
@@ -137,7 +155,8 @@ class KnownModel:
         }
 
     def _is_recurrent(self, layer: int) -> bool:
-        """Layers with attention are spread evenly, the last one among them."""
+        """Return whether a layer has no attention. Layers with attention are evenly spaced, and the
+        last layer is one of them."""
         n = self.layers - (self.recurrent["layers"] if self.recurrent else 0)
         return (layer + 1) * n // self.layers == layer * n // self.layers
 
@@ -163,24 +182,24 @@ class KnownModel:
             yield _tensor(OUTPUT, (d, self.vocab), types.output)
 
     def _mixing(self, layer: int) -> Sequence[Sequence[int]]:
-        """The matrices of a layer that mix tokens."""
+        """Return the shapes of a layer's attention matrices, or of their recurrent replacement."""
         d, heads = self.d_model, self.heads
         if self._is_recurrent(layer):
             assert self.recurrent is not None
             matrices: Sequence[Sequence[int]] = self.recurrent["matrices"]
             return matrices
         if self.mla is None:
-            queries, cells = heads * self.head_dim, self.kv_heads * self.head_dim
+            queries, keys = heads * self.head_dim, self.kv_heads * self.head_dim
             gate = [(d, queries)] * self.output_gate
-            return [(d, queries), *gate, (d, cells), (d, cells), (queries, d)]
+            return [(d, queries), *gate, (d, keys), (d, keys), (queries, d)]
         latent = self.mla
         query = heads * (latent["nope"] + latent["rope"])
-        rank, of_cells = latent["q_rank"], latent["kv_rank"]
+        q_rank, kv_rank = latent["q_rank"], latent["kv_rank"]
         return [
-            *([(d, rank), (rank, query)] if rank else [(d, query)]),
-            (d, of_cells + latent["rope"]),
-            (of_cells, heads * latent["nope"]),
-            (of_cells, heads * latent["v"]),
+            *([(d, q_rank), (q_rank, query)] if q_rank else [(d, query)]),
+            (d, kv_rank + latent["rope"]),
+            (kv_rank, heads * latent["nope"]),
+            (kv_rank, heads * latent["v"]),
             (heads * latent["v"], d),
         ]
 
@@ -196,15 +215,15 @@ def _gated(
 def _tensor(
     name: str, shape: tuple[int, ...], kind: GGMLType
 ) -> tuple[str, tuple[int, ...], GGMLType]:
-    """With the type that its rows allow."""
+    """Return a tensor with the given type, or with a fallback if the row length does not fit."""
     if shape[0] % BLOCK[kind].weights:
-        kind = _INSTEAD.get(kind, GGMLType.F16)
+        kind = _FALLBACK.get(kind, GGMLType.F16)
     return name, shape, kind if shape[0] % BLOCK[kind].weights == 0 else GGMLType.F16
 
 
 def _has_more_bits(layer: int, n: int) -> bool:
-    """Whether a mix of llama.cpp gives this layer's down matrices its finer type: the first and
-    the last eighth of the layers, and each third one between them."""
+    """Return whether llama.cpp's mixes use more bits for the down matrices of this layer: in the
+    first and the last eighth of the n layers, and in every third layer between them."""
     return layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
 
 
@@ -234,7 +253,7 @@ def _precisions() -> dict[str, Precision]:
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """All of them, the smallest first."""
+    """Return all known models, the smallest first."""
     return tuple(
         KnownModel(**{**each, "precisions": tuple(each["precisions"])})
         for each in _data()["models"]

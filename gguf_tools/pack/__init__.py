@@ -1,4 +1,4 @@
-"""Model files with every expert in several precisions: made, and taken apart again."""
+"""Pack model files with every expert in several precisions, and export single tiers from them."""
 
 from gguf_tools.pack.exporting import export
 from gguf_tools.pack.packing import pack

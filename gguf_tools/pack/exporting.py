@@ -1,4 +1,4 @@
-"""``export``: one tier of a packed model back as a stock GGUF."""
+"""Export one tier of a packed model as an ordinary GGUF file."""
 
 import os
 import time
@@ -19,8 +19,10 @@ from gguf_tools.quantize.older import OLDER, growth, q2_0_as_q4_0
 
 
 class _Copy(NamedTuple):
-    """A tensor of the new file, and where its bytes are. older: its type there, where that is
-    another one."""
+    """A tensor to be exported and the position of its data in the source.
+
+    older: the type to convert it to, or None to keep its type.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,11 +42,17 @@ def export(
     progress: Progress | None = None,
     alignment: int = layout.DEFAULT_ALIGNMENT,
 ) -> PackReport:
-    """Write one tier (None: the best) of a packed model as a stock GGUF.
+    """Write one tier of a packed model as an ordinary GGUF file.
 
-    Bytes are copied; other tiers and all ``moe_edge.*`` metadata are left out. older: what has a
-    type that released readers do not know gets an older one, without loss (``quantize.older``).
-    Raises GGUFError (MissingTierError for an unknown tier); nothing is left behind on an exception.
+    Tensor data is copied unchanged. Other tiers and all `moe_edge.*` metadata are left out. Raises
+    GGUFError, such as MissingTierError for an unknown tier. On an exception, dst is not created.
+
+    src: the packed model.
+    tier: name of the tier. Default: the best tier.
+    older: convert types that released versions of llama.cpp cannot read to an older type, without
+        loss (`gguf_tools.quantize.older`).
+    progress: called with the finished share, 0 to 1.
+    alignment: alignment of tensor data in bytes.
     """
     started = time.monotonic()
     with ExpertModel.open(src) as model:
@@ -64,24 +72,24 @@ def export(
             for each in copies:
                 _copy(writer, each, meter)
         name = model.tiers[index].name
-    # Older types take more bytes than the tier had.
+    # Read the sizes back: converting to an older type has changed them.
     with ExpertModel.open(writer.path) as written:
         tiers = [(name, written.tiers[0].bpw, written.tier_bytes[0])]
     report = PackReport(writer.path, writer.path.stat().st_size, tiers)
     for new in {each.type for each in copies if each.older}:
         report.fallbacks.append(
-            f"{new.tier_name} is written as {OLDER[new].tier_name}, which is the same numbers in "
-            f"{growth(new)} times the bytes: released readers do not know {new.tier_name} "
-            f"(--keep-types leaves it)"
+            f"{new.tier_name} is written as {OLDER[new].tier_name} because released versions of "
+            f"llama.cpp cannot read {new.tier_name}. The values are the same and the size is "
+            f"{growth(new)} times as large. To keep {new.tier_name}, use --keep-types"
         )
     for new in {each.type for each in copies if not each.older} & OLDER.keys():
-        report.warnings.append(f"only recent builds of llama.cpp read {new.tier_name}")
+        report.warnings.append(f"only recent builds of llama.cpp can read {new.tier_name}")
     report.seconds = time.monotonic() - started
     return report
 
 
 def _copies(model: ExpertModel, index: int, older: bool) -> Iterator[_Copy]:
-    """What the exported file holds, in the order of the source."""
+    """Yield the tensors of the exported file in the order of the source."""
     chosen = {
         expert_tensor_name(il, kind): (slices[index], model.shapes[layer][kind])
         for layer, il in enumerate(model.layer_ids)
@@ -119,7 +127,7 @@ def _copy(writer: GGUFWriter, each: _Copy, meter: ProgressMeter) -> None:
 
 
 def _dominant(model: ExpertModel, index: int) -> GGMLType:
-    """The type that most bytes of a tier have."""
+    """Return the type that most of a tier's bytes have."""
     sizes: dict[GGMLType, int] = {}
     for layer in model.slices:
         for kind in layer:

@@ -1,7 +1,7 @@
-"""The work of ``pack``, cut into runs of rows of one expert.
+"""Divide the work of `pack` into jobs, each for a run of rows of one expert's matrix.
 
-Each thread holds one run in float32 and its encodings, and writes them to their places. So memory
-stays small whatever the model.
+A thread holds one run in float32 and its quantized forms at a time, so memory use does not depend
+on the model size.
 """
 
 from collections.abc import Iterator
@@ -31,8 +31,11 @@ def pack_jobs(
     ggml: Ggml | None,
     quantizer: ExpertQuantizer | None,
 ) -> Iterator[Job | None]:
-    """Pieces of work, layer by layer and expert by expert. A None behind each layer, where there is
-    a quantizer, lets it end before the next begins."""
+    """Yield the jobs that write a packed file, layer by layer and expert by expert.
+
+    If a quantizer is given, a None after each layer makes `run_all` finish the layer before the
+    next one starts, as ExpertQuantizer requires.
+    """
     for other in others:
         yield partial(_write_dense, writer, other, ggml)
     for _, group in groupby(matrices, key=lambda matrix: matrix.layer):
@@ -58,7 +61,7 @@ def _expert_jobs(
     ggml: Ggml,
     by: ExpertQuantizer,
 ) -> Iterator[Job]:
-    """The runs of rows of one expert's matrix, for the tiers that have to be made."""
+    """Yield the jobs for one expert's matrix. Tiers that can be copied are left out."""
     made = [target for target in matrix.targets if target.same is None]
     if not made:
         return
@@ -104,7 +107,10 @@ def _quantize_run(
     ggml: Ggml,
     by: ExpertQuantizer,
 ) -> int:
-    """Encodes a run (expert, first row, rows) of a matrix in every tier that has to be made."""
+    """Quantize a run of rows to every tier in `made` and write it. Return the bytes written.
+
+    run: expert, first row, number of rows.
+    """
     expert, row, count = run
     n, rows = matrix.shape
     source = matrix.source
@@ -125,7 +131,7 @@ def _quantize_run(
 
 @contextmanager
 def _named(file: GGUFFile, name: str) -> Iterator[None]:
-    """Puts the file and the tensor before what ggml says of it."""
+    """Add the file and tensor name to the message of a QuantizeError raised in the block."""
     try:
         yield
     except QuantizeError as error:

@@ -1,4 +1,4 @@
-"""What a packed or exported file says of itself."""
+"""Write the metadata of packed and exported files."""
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file import layout
@@ -11,7 +11,8 @@ from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
 
 
 def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
-    """Copies what the model says of itself, but for what depends on how it is stored."""
+    """Copy a model's metadata, except for the keys that describe its storage: tiers, parts and
+    alignment."""
     first = model.parts[0]
     for key in first.metadata:
         own = key.startswith((layout.KEY_PREFIX, "split.")) or key == layout.KEY_ALIGNMENT
@@ -20,7 +21,7 @@ def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
 
 
 def write_quantization(writer: GGUFWriter, best: GGMLType) -> None:
-    """Writes llama.cpp's own keys for a model whose best tier has this type."""
+    """Set llama.cpp's metadata keys for the file type and the quantization version."""
     writer.meta(layout.KEY_FILE_TYPE, layout.FILE_TYPE[best], ValueType.UINT32)
     writer.meta(layout.KEY_QUANTIZATION_VERSION, layout.QUANTIZATION_VERSION, ValueType.UINT32)
 
@@ -31,7 +32,11 @@ def write_tiers(
     types: list[GGMLType],
     how: tuple[str, str],
 ) -> None:
-    """Writes our keys of a packed file. how: its method and calibration."""
+    """Set the `moe_edge.*` metadata of a packed file.
+
+    types: the types of the tiers.
+    how: quantization method and calibration, as `method_and_calibration` returns them.
+    """
     write_quantization(writer, types[0])
     writer.meta(layout.KEY_FORMAT_VERSION, layout.FORMAT_VERSION, ValueType.UINT32)
     writer.meta(layout.KEY_TIERS, [name for name, _, _ in report.tiers])
@@ -49,11 +54,14 @@ def write_tiers(
 def method_and_calibration(
     model: ExpertModel, matrices: list[Matrix], quantizer: ExpertQuantizer | None
 ) -> tuple[str, str]:
-    """Method and calibration of the file. Lower tiers that are kept keep what was said of them."""
+    """Return the quantization method and the calibration to record in the packed file.
+
+    If lower tiers are copied from the source, the result includes the method recorded there.
+    """
     by = quantizer or Rtn
     lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
-    said = one_line(str(model.metadata.get(layout.KEY_QUANTIZATION, by.method))).split(",")[0]
-    if quantizer is not None or all(lower) or said in (by.method, "ggml"):
+    recorded = one_line(str(model.metadata.get(layout.KEY_QUANTIZATION, by.method))).split(",")[0]
+    if quantizer is not None or all(lower) or recorded in (by.method, "ggml"):
         return by.method, by.calibration
-    method = f"{said} and {by.method}" if any(lower) else said
+    method = f"{recorded} and {by.method}" if any(lower) else recorded
     return method, one_line(str(model.metadata.get(layout.KEY_CALIBRATION, by.calibration)))

@@ -1,4 +1,4 @@
-"""``pack``: one model file with every expert in several precisions."""
+"""Pack a model: write one file that contains every expert in several precisions (tiers)."""
 
 import os
 import time
@@ -38,13 +38,20 @@ def pack(
     alignment: int = layout.EXPERT_ALIGNMENT,
     ggml: Ggml | None = None,
 ) -> PackReport:
-    """Write ``dst`` with the experts of ``src`` in ``tiers`` (type names, best first).
+    """Write the model `src` to `dst` with all experts in several tiers.
 
-    A model that is open already stays open. Tensors that have a tier's type already keep their
-    bytes; with a ``quantizer``, only those of the best tier do. Without one, each block goes to the
-    nearest values. ``dense`` names a type for the other two-dimensional float matrices.
-    ``progress`` gets the finished share, 0 to 1. Raises GGUFError; on any exception, Ctrl-C
-    included, nothing is left behind.
+    Tensors that already have a tier's type are copied unchanged. Raises GGUFError. On an exception,
+    including Ctrl-C, dst is not created.
+
+    src: path of a model, or an open model, which stays open.
+    tiers: type names of the tiers, such as `q4_k`, the best first.
+    dense: type for the two-dimensional float matrices that are not experts. Default: unchanged.
+    quantizer: quantization method. It quantizes all lower tiers anew, even if the source has one of
+        the same type. Default: round to nearest.
+    progress: called with the finished share, 0 to 1.
+    threads: number of compute threads. Default: the usable cores.
+    alignment: alignment of tensor data in bytes.
+    ggml: the ggml library. Default: loaded if needed.
     """
     started = time.monotonic()
     types = parse_tiers(tiers, quantizer is not None and quantizer.has_importance)
@@ -79,7 +86,7 @@ def pack(
 
 
 def _tools(ggml: Ggml | None, matrices: list[Matrix], others: list[Dense]) -> Ggml | None:
-    """ggml, loaded only if something must be quantized."""
+    """Return the ggml library, or None if nothing has to be quantized."""
     needed = any(target.same is None for matrix in matrices for target in matrix.targets)
     needed |= any(other.type != other.info.type for other in others)
     return (ggml or load_ggml()) if needed else None

@@ -1,4 +1,4 @@
-"""What ``pack``, ``export`` and ``convert`` have written."""
+"""The report that pack, export and convert return."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,8 +6,13 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class PackReport:
-    """What was written. ``tiers``: (name, bits per weight, bytes of all experts), best
-    first. ``fallbacks`` and ``warnings`` are sentences for the user."""
+    """Summary of a file written by pack, export or convert.
+
+    path, nbytes: the file and its size.
+    tiers: name, bits per weight and bytes of all experts for each tier, the best first.
+    fallbacks: notes on matrices that have another type than their tier.
+    warnings: other notes for the user.
+    """
 
     path: Path
     nbytes: int

@@ -1,4 +1,4 @@
-"""What each tensor of a model becomes in a packed file."""
+"""Determine the tensors of a packed file and their types."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +18,11 @@ from gguf_tools.file.parse import TensorInfo
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.pack.report import PackReport
 
-# Below this many bits a source has lost what finer tiers could have kept.
+# Quantizing from a source with fewer bits per weight than this gets a warning: the source has lost
+# precision already.
 LOSSY_BPW = 8.0
 
-# Upstream's own quantizer leaves these dense matrices alone, which are small or sensitive.
+# Dense matrices that llama.cpp's quantizer does not quantize, because they are small or sensitive.
 _DENSE_KEEP = (
     "_norm.",
     "ffn_gate_inp",
@@ -40,8 +41,11 @@ _DENSE_KEEP = (
 
 
 class Target(NamedTuple):
-    """One tier of one matrix to be written. Its bytes come from a slice that has the type
-    already; None quantizes them from the best tier."""
+    """A tensor to be written: one tier of one expert matrix.
+
+    same: the source's slice that has this type already, to be copied. If it is None, the tensor is
+        quantized from the source's best tier.
+    """
 
     name: str
     type: GGMLType
@@ -49,7 +53,8 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """All experts of one (layer, kind)."""
+    """All experts of one layer and matrix kind: the best tier of the source and the tensors to be
+    written. The shape is (row length, rows) of one expert."""
 
     layer: int
     kind: int
@@ -59,7 +64,7 @@ class Matrix(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A tensor that is no expert, and the type it shall have."""
+    """A tensor that is not an expert, and the type that it gets in the packed file."""
 
     file: GGUFFile
     info: TensorInfo
@@ -67,18 +72,19 @@ class Dense(NamedTuple):
 
 
 def refuse_same_file(model: ExpertModel, dst: Path) -> None:
-    """Raises WriteError where the target is one of the model's files."""
+    """Raise WriteError if the target is one of the model's files."""
     if any(dst.exists() and dst.samefile(part) for part in model.files):
-        raise WriteError(f"{dst}: is also the input; write to another file")
+        raise WriteError(f"{dst}: is also the input: choose another output file")
 
 
 def expert_targets(
     model: ExpertModel, dst: Path, types: list[GGMLType], reuse_lower: bool
 ) -> tuple[list[Matrix], PackReport]:
-    """What each expert tensor becomes, and a report with the fallbacks and warnings.
+    """Return the expert tensors to be written, and a report with fallbacks and warnings.
 
-    reuse_lower: the source's lower tiers are as good as new ones. Raises QuantizeError where one
-    tier would not be smaller than the one before it.
+    types: the requested types of the tiers, the best first.
+    reuse_lower: whether lower tiers of the source can be copied instead of quantized anew.
+    Raises QuantizeError if a tier would not be smaller than the tier before it.
     """
     matrices: list[Matrix] = []
     fallbacks: dict[str, None] = {}
@@ -93,13 +99,13 @@ def expert_targets(
                 continue
             weights += shape[0] * shape[1]
             targets = []
-            for index, asked in enumerate(types):
-                ggml_type = layout.fitting_type(asked, shape[0])
-                fallbacks |= dict.fromkeys(layout.fallback(kind, asked, shape[0]))
+            for index, requested in enumerate(types):
+                ggml_type = layout.fitting_type(requested, shape[0])
+                fallbacks |= dict.fromkeys(layout.fallback(kind, requested, shape[0]))
                 reusable = stored if reuse_lower else stored[:1]
                 same = next((each for each in reusable if each and each.type == ggml_type), None)
                 requantized |= same is None
-                name = expert_tensor_name(il, kind, asked.tier_name if index else None)
+                name = expert_tensor_name(il, kind, requested.tier_name if index else None)
                 targets.append(Target(name, ggml_type, same))
                 nbytes[index] += row_bytes(ggml_type, shape[0]) * shape[1]
             matrices.append(Matrix(layer, kind, source, shape, targets))
@@ -108,41 +114,46 @@ def expert_targets(
         dst,
         0,
         [
-            (asked.tier_name, 8 * size / weights, size * model.n_expert)
-            for asked, size in zip(types, nbytes, strict=True)
+            (requested.tier_name, 8 * size / weights, size * model.n_expert)
+            for requested, size in zip(types, nbytes, strict=True)
         ],
         list(fallbacks),
     )
     best_bpw = report.tiers[0][1]
     if found.bpw < best_bpw - 0.01:
         report.warnings.append(
-            f"{model.path} holds {found.name} ({found.bpw:.2f} bits per weight), less precise"
-            f" than the asked {types[0].tier_name} ({best_bpw:.2f}): the file grows, its quality"
-            " does not"
+            f"{model.path} has {found.name} ({found.bpw:.2f} bits per weight), less than the"
+            f" requested {types[0].tier_name} ({best_bpw:.2f}): this makes the file larger, but not"
+            " better"
         )
     elif found.bpw < LOSSY_BPW and requantized:
         report.warnings.append(
-            f"{model.path} holds {found.name} ({found.bpw:.2f} bits per weight): tiers made"
-            " from 8 bits or more lose less"
+            f"{model.path} has {found.name} ({found.bpw:.2f} bits per weight): the quality loss is"
+            " smaller if the source has 8 bits or more"
         )
     for high, low in pairwise(report.tiers):
         if low[1] >= high[1]:
             raise QuantizeError(
-                f"{model.path}: with its row lengths, tier {low[0]} takes {low[1]:.2f} bits per"
-                f" weight, not below the {high[1]:.2f} of {high[0]}; leave one out"
+                f"{model.path}: with this model's row lengths, tier {low[0]} takes {low[1]:.2f}"
+                f" bits per weight, not below the {high[1]:.2f} of {high[0]}: leave one of them out"
             )
     return matrices, report
 
 
-def dense_target_type(info: TensorInfo, asked: GGMLType | None) -> GGMLType:
+def dense_target_type(info: TensorInfo, requested: GGMLType | None) -> GGMLType:
+    """Return the type that a tensor that is not an expert gets in the packed file.
+
+    Only two-dimensional float matrices get the requested type. Routers and other small or sensitive
+    matrices, and matrices whose row length the type does not support, keep their type.
+    """
     keep = (
-        asked is None
+        requested is None
         or len(info.shape) != 2
         or info.type not in FLOAT_TYPES
         or not info.name.endswith(".weight")
         or parse_expert_name(info.name) is not None
         or any(part in info.name for part in _DENSE_KEEP)
     )
-    if keep or asked is None or info.shape[0] % layout.BLOCK[asked].weights:
+    if keep or requested is None or info.shape[0] % layout.BLOCK[requested].weights:
         return info.type
-    return asked
+    return requested

@@ -1,1 +1,1 @@
-"""How weights become blocks of ggml's types: the library, methods, importance, GPTQ."""
+"""Quantize weights to ggml's types: round to nearest, importance matrices, GPTQ."""

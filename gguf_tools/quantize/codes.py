@@ -1,9 +1,9 @@
-"""The codes inside a block: which bits of it hold the code of each weight, and what value a
-code stands for once the block's scales are fixed.
+"""Read and write the codes of single weights inside a quantization block.
 
-All types are here whose weights are coded one by one. IQ2 and IQ3 types are not, since they code
-groups of weights by a codebook. Layouts follow ggml-common.h and the dequantize functions of
-ggml-quants.c. The values come from ggml itself, which decodes the block with every code in turn.
+A block consists of scales and of one code per weight. This module knows which bits hold each code
+(from ggml-common.h and the dequantize functions of ggml-quants.c). It obtains the value of a code
+by letting ggml decode the block. IQ2 and IQ3 types are not supported, because they encode groups of
+weights by a codebook.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ import numpy as np
 from gguf_tools.file.layout import BLOCK, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Floats
 
-# Turns the bytes of whole blocks into float32 values.
+# Decodes the bytes of whole blocks to float32 values.
 Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Where ``width`` bits of all codes of a block stand, from bit ``low`` of a code on.
+    """Position of some bits of the codes in a block: bits `low` to `low + width - 1` of each code.
 
-    Byte ``start`` and the ``group - 1`` bytes behind it hold the first 8 / width groups of
-    ``group`` codes, the first of these groups in the lowest bits. The next ``group`` bytes hold
-    the next ones, and so on.
+    The plane starts at byte `start` of the block. Its first `group` bytes contain 8 / width groups
+    of `group` codes each, the first group in the lowest bits. The next `group` bytes contain the
+    following codes, and so on.
     """
 
     start: int
@@ -33,10 +33,12 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a type codes a weight.
+    """The encoding of a weight in a type.
 
-    first and last are the ends of the codes in use. scales: by what each code multiplies its
-    block's scale; none where consecutive codes are one step apart. flip: a code is stored xor this.
+    planes: the positions of the code's bits.
+    first, last: the range of codes in use.
+    scales: factor of each code for the block's scale. Empty if codes are equally spaced.
+    flip: value with which a code is XORed before it is stored.
     """
 
     planes: tuple[Plane, ...]
@@ -56,7 +58,7 @@ CODINGS = {
     GGMLType.Q4_1: Coding((Plane(4, 4, 16),), 0, 15),
     GGMLType.Q5_0: Coding((Plane(6, 4, 16), Plane(2, 1, 1, 4)), 0, 31),
     GGMLType.Q5_1: Coding((Plane(8, 4, 16), Plane(4, 1, 1, 4)), 0, 31),
-    # Its codes are signed, and ggml does not use -128.
+    # Signed codes, of which ggml does not use -128.
     GGMLType.Q8_0: Coding((Plane(2, 8, 1),), 1, 255, flip=0x80),
     GGMLType.Q2_K: Coding((Plane(16, 2, 32),), 0, 3),
     GGMLType.Q3_K: Coding((Plane(32, 2, 32), Plane(0, 1, 32, 2)), 0, 7),
@@ -70,8 +72,11 @@ CODINGS = {
 
 
 def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
-    """Writes codes uint8 [blocks, weights of a block] into blocks uint8 [blocks, bytes of one],
-    and leaves the scales as they are."""
+    """Write codes into quantized blocks, leaving the scales unchanged.
+
+    blocks: uint8 [number of blocks, bytes per block], modified in place.
+    codes: uint8 [number of blocks, weights per block].
+    """
     coding = CODINGS[ggml_type]
     codes = codes ^ np.uint8(coding.flip)
     for start, width, group, low in coding.planes:
@@ -87,9 +92,15 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """What the codes stand for in these blocks uint8 [blocks, bytes of one]: float32
-    [codes, blocks, weights of a block]. The codes are the first and the last one; where each
-    multiplies the block's scale by a number of its own, the one that takes it once."""
+    """Return the values of certain codes at every position of the given blocks.
+
+    For equally spaced codes, return the values of the first and of the last code. For codes with
+    factors, return the value of the code with factor 1. All other values follow from these.
+
+    blocks: uint8 [number of blocks, bytes per block].
+    decode: decodes the bytes of blocks to float32 values.
+    Returns float32 [2 or 1, number of blocks, weights per block].
+    """
     coding = CODINGS[ggml_type]
     weights = BLOCK[ggml_type].weights
     if coding.scales:

@@ -1,8 +1,8 @@
-"""ggml's own quantization, called through ctypes. It gives the bytes that llama.cpp writes,
-except for Q2_0 (see ``q2_0``).
+"""ctypes bindings of ggml's quantization functions.
 
-The library is ``libggml-base`` of the built llama.cpp (``built.libraries``). ctypes releases
-the interpreter lock during a call, so threads quantize in parallel.
+Results are byte-identical to llama.cpp's, except for Q2_0 (see `gguf_tools.quantize.q2_0`). The
+library is libggml-base of the built llama.cpp. ctypes releases the global interpreter lock during a
+call, so threads can quantize in parallel.
 """
 
 import ctypes
@@ -26,14 +26,15 @@ from gguf_tools.quantize.tiers import unusable
 Floats = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
 
-# This is the first version with Q1_0 and Q2_0. An older one that is asked about them aborts.
+# The first version with Q1_0 and Q2_0. Older versions abort the process on these types.
 MIN_VERSION = (0, 25)
 _HALF_MAX = 65504.0
-# A column's importance is at least this share of the mean. Where a whole block has none, ggml's
-# quantizers give up on it, and its weights come out as zeros.
+# Minimum importance of a column, as a share of the mean. ggml's quantizers write zeros for a block
+# whose columns all have importance 0.
 _LEAST_IMPORTANCE = 1e-6
+# Types whose range exceeds half precision.
 _WIDE = (GGMLType.F32, GGMLType.BF16)
-# The second is its name in a wheel of ours.
+# File names of the library. libgmoe-base.so is its name in moe-edge's wheel.
 _NAMES = ("libggml-base.so", "libgmoe-base.so", "libggml-base.dylib", "ggml-base.dll")
 
 
@@ -55,7 +56,7 @@ _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_in
 
 
 class Ggml:
-    """One loaded libggml-base, checked against the block sizes of ``layout.BLOCK``."""
+    """A loaded libggml-base whose version and block sizes have been checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,8 +72,8 @@ class Ggml:
         found = re.match(r"(\d+)\.(\d+)", self.version)
         if found is None or (int(found[1]), int(found[2])) < MIN_VERSION:
             raise QuantizeError(
-                f"{path}: ggml {self.version or 'of unknown version'}; at least"
-                f" {MIN_VERSION[0]}.{MIN_VERSION[1]} is needed: {built.advice()}"
+                f"{path}: ggml {self.version or 'of unknown version'} is not supported, the minimum"
+                f" is {MIN_VERSION[0]}.{MIN_VERSION[1]}: {built.advice()}"
             )
         self._traits.argtypes = [ctypes.c_int]
         self._traits.restype = ctypes.POINTER(_TypeTraits)
@@ -100,39 +101,47 @@ class Ggml:
                 self._to_float[ggml_type] = _TO_FLOAT(traits.to_float)
 
     def dequantize(self, ggml_type: GGMLType, data: Blocks, n_per_row: int) -> Floats:
-        """Float32 [rows, n_per_row] of encoded rows; QuantizeError for a type without one."""
+        """Decode quantized rows to float32 [rows, n_per_row].
+
+        Raises QuantizeError if ggml cannot decode the type or the data is not whole rows.
+        """
         n_rows, rest = divmod(data.nbytes, row_bytes(ggml_type, n_per_row))
         if rest:
-            raise QuantizeError(f"{data.nbytes} bytes are not whole rows of {n_per_row}")
+            raise QuantizeError(
+                f"{data.nbytes} bytes are not a whole number of rows of {n_per_row} weights"
+            )
         if ggml_type is GGMLType.F32:
             return data.view(np.float32).reshape(n_rows, n_per_row)
         to_float = self._to_float.get(ggml_type)
         if to_float is None:
-            raise QuantizeError(f"ggml cannot turn {ggml_type.tier_name} into floats")
+            raise QuantizeError(f"ggml cannot decode {ggml_type.tier_name}")
         data = np.ascontiguousarray(data)
         values = np.empty((n_rows, n_per_row), np.float32)
         to_float(data.ctypes.data, values.ctypes.data, values.size)
         return values
 
     def can_check(self, ggml_type: GGMLType) -> bool:
-        """Whether ``is_valid`` knows the type. It calls every block of another one invalid."""
+        """Return whether `is_valid` supports a type. It returns False for all other types."""
         with native_stderr_hidden():
             return self.is_valid(ggml_type, np.zeros(BLOCK[ggml_type].bytes, np.uint8))
 
     def is_valid(self, ggml_type: GGMLType, blocks: Blocks) -> bool:
-        """Whether every value and scale of whole blocks is a finite number. ggml prints a line
-        to stderr where one is not: see ``native_stderr_hidden``."""
+        """Return whether all values and scales in the given blocks are finite.
+
+        ggml prints a line to stderr for an invalid block. Use `native_stderr_hidden` to hide it.
+        """
         return bool(self._validate(ggml_type, blocks.ctypes.data, blocks.nbytes))
 
     def quantize(
         self, ggml_type: GGMLType, values: Floats, importance: Floats | None = None
     ) -> Blocks:
-        """Encoded bytes of float32 rows [rows, n_per_row]; importance weighs the squared errors
-        of their columns, float32 [n_per_row], at any scale.
+        """Quantize float32 rows [rows, n_per_row] and return the encoded bytes.
 
-        Raises QuantizeError for a type that needs an importance matrix or does not fit the
-        rows, and for values that are not finite or beyond half precision: ggml would abort
-        the process or write blocks that poison every result.
+        importance: weight of each column's squared error, float32 [n_per_row], at any scale.
+
+        Raises QuantizeError if the type needs an importance matrix or does not support the row
+        length, or if a value is not finite or exceeds half precision. ggml itself would abort the
+        process or write invalid blocks.
         """
         n_rows, n_per_row = values.shape
         usable = ggml_type in TIER_TYPES
@@ -148,7 +157,7 @@ class Ggml:
             raise QuantizeError("a value is not finite")
         if largest > _HALF_MAX and ggml_type not in _WIDE:
             raise QuantizeError(
-                f"a value of magnitude {largest:g} is beyond the half-precision scales of"
+                f"a value of magnitude {largest:g} exceeds {_HALF_MAX:g}, the maximum of"
                 f" {ggml_type.tier_name}"
             )
         values = np.ascontiguousarray(values, np.float32)
@@ -169,16 +178,14 @@ class Ggml:
 
 
 def _scaled(importance: Floats, n_per_row: int) -> Floats:
-    """Importance with a mean between 1 and 2, which is nowhere next to none.
+    """Scale importance values to a mean between 1 and 2, with a minimum above zero.
 
-    It is scaled by a power of two, so that ggml writes the bytes that it would write for the
-    values as they were.
-
-    Raises QuantizeError for values that are no importance of such rows.
+    The factor is a power of two, so ggml's result is byte-identical to that of the original values.
+    Raises QuantizeError if the shape is wrong or a value is negative or not finite.
     """
     mean = float(np.mean(importance, dtype=np.float64))
     if importance.shape != (n_per_row,) or not np.isfinite(mean) or np.min(importance) < 0:
-        raise QuantizeError(f"the importance must be {n_per_row} finite values, none negative")
+        raise QuantizeError(f"the importance must be {n_per_row} finite, non-negative values")
     if mean == 0:
         return np.ones(n_per_row, np.float32)
     scale = 2.0 ** (1 - np.frexp(mean)[1])
@@ -189,9 +196,9 @@ def _scaled(importance: Floats, n_per_row: int) -> Floats:
 
 @contextmanager
 def native_stderr_hidden() -> Iterator[None]:
-    """Sends what C code prints to ``stderr`` nowhere; Python's own stderr goes on working.
+    """Discard what C code prints to stderr during the block. Python's stderr is not affected.
 
-    Does nothing where the C library has no such variable to set.
+    Does nothing if the C library does not export its stderr variable.
     """
     libc = ctypes.CDLL(None)
     try:
@@ -212,12 +219,11 @@ def native_stderr_hidden() -> Iterator[None]:
 
 
 def library_path() -> Path:
-    """Where libggml-base is. Raises QuantizeError, with one sentence of advice, where there is
-    none."""
+    """Return the path of libggml-base. Raises QuantizeError if it is not installed."""
     try:
         folder = built.libraries()
     except built.NotBuilt as error:
-        raise QuantizeError(f"ggml comes with llama.cpp: {error}") from None
+        raise QuantizeError(f"ggml is part of llama.cpp, but {error}") from None
     for name in _NAMES:
         if (folder / name).exists():
             return folder / name
@@ -230,6 +236,9 @@ def _load(path: Path) -> Ggml:
 
 
 def load_ggml(path: Path | None = None) -> Ggml:
-    """The library, which is loaded once. Raises QuantizeError where it is missing or does not
-    fit."""
+    """Load libggml-base, or return the loaded library.
+
+    path: the library file. Default: that of the built llama.cpp.
+    Raises QuantizeError if the library is missing or incompatible.
+    """
     return _load(library_path() if path is None else path)

@@ -1,17 +1,18 @@
-"""GPTQ for ggml's types: weights are rounded one column after the other, and the error of each
-is made up for by the columns not yet rounded.
+"""GPTQ for ggml's types: round the weights column by column, and adjust the remaining columns to
+compensate for each column's rounding error.
 
-The loss is that of the outputs: tr((W - Q) H (W - Q)^T), with H = sum of x x^T over the inputs
-x of the matrix. The error of column j, over U[j, j], is pushed into the columns behind j along
-U[j], where U^T U = H^-1 and U is upper triangular (Frantar et al. 2022, arXiv 2210.17323, eq. 2
-and 3, and its section 3.3).
+GPTQ minimizes the error of the outputs, tr((W - Q) H (W - Q)^T), where W are the weights, Q the
+quantized weights and H = sum of x x^T over the inputs x of the matrix. After column j is rounded,
+its error divided by U[j, j] times the row U[j] is subtracted from the columns after j. U is the
+upper triangular matrix with U^T U = H^-1 (Frantar et al. 2022, arXiv 2210.17323, eq. 2 and 3, and
+section 3.3).
 
-ggml's types have scales for up to 256 columns at once. ggml's own quantizer chooses them for a
-span of columns as it stands after what was pushed into it, with the diagonal of H as importance;
-with these scales each column's codes are then chosen in turn, and written into ggml's blocks.
-Sweeps of coordinate descent over all codes follow, since the first columns were rounded without
-knowing the errors of the last. A type that codes groups of weights by a codebook keeps ggml's
-codes, and its error moves span by span.
+ggml's types have scales for up to 256 columns at once. So the columns are processed in spans of
+256. ggml's quantizer chooses the scales of a span from its adjusted weights, with the diagonal of H
+as importance. Then the code of each column is chosen with these scales. At the end, sweeps of
+coordinate descent over all codes improve the first columns, which were rounded without knowing the
+errors of later ones. Types that encode groups of weights by a codebook keep ggml's codes, and their
+error is compensated span by span.
 """
 
 import functools
@@ -27,23 +28,25 @@ from gguf_tools.file.layout import BLOCK, FLOAT_TYPES, GGMLType
 from gguf_tools.quantize.codes import CODINGS, code_values, put_codes
 from gguf_tools.quantize.ggml import Blocks, Floats, Ggml
 
-# So many columns get their scales together: the largest block has as many weights.
+# Number of columns whose scales are chosen together: the number of weights in the largest block.
 SPAN = 256
-# The errors of so many columns are pushed one by one, before a matrix product pushes them on.
+# Number of columns whose errors are compensated one by one within the stride. A single matrix
+# product then updates all columns after the stride.
 STRIDE = 32
+# Damping added to the Hessian's diagonal, as a share of its mean.
 DAMPING = 0.01
 SWEEPS = 3
-# A Hessian that rounding made indefinite is tried so often, each time with ten times the damping.
+# Number of attempts to factorize a Hessian, each with ten times the damping of the one before.
 _TRIES = 4
 
-# This is torch.Tensor, but mypy does not look into torch, which is only there with the extra.
+# torch.Tensor. mypy does not know it, because torch is an optional dependency.
 Tensor = Any
 Square = npt.NDArray[np.float64]
 
 
 @functools.cache
 def torch_module() -> Any:
-    """torch, imported on first use; QuantizeError where it is not installed."""
+    """Import torch and return it. Raises QuantizeError if it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -52,18 +55,18 @@ def torch_module() -> Any:
 
 
 def default_device() -> str:
-    """``cuda`` where torch can use it, else ``cpu``."""
+    """Return "cuda" if torch can use a GPU, otherwise "cpu"."""
     return "cuda" if torch_module().cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A Hessian [n, n], ready to quantize the matrices that share it.
+    """A factorized Hessian for the quantization of all matrices that have the same inputs.
 
-    order int64 [n]: the columns in the order in which they are rounded. Within a span, those that
-    the loss depends on most go first, while there are others left to make up for their errors.
-    hessian and upper: the damped H and U, float32 [n, n] in this order, on the device.
-    importance float32 [n]: the damped diagonal, in the matrix's own order.
+    order: int64 [n], the columns in the order in which they are rounded. The most important columns
+        of each span come first, because later columns can then compensate for their errors.
+    hessian, upper: the damped H, and U, float32 [n, n] in this order, on the compute device.
+    importance: float32 [n], the damped diagonal of H in the original column order.
     """
 
     order: np.ndarray
@@ -73,11 +76,15 @@ class Factor:
 
     @property
     def nbytes(self) -> int:
+        """Memory use of the two square matrices."""
         return 8 * self.order.size**2
 
 
 def outer_sum(parts: Iterable[Floats], device: str) -> Square:
-    """The sum of x x^T over inputs x that come in parts [rows, n], one part at least."""
+    """Return the sum of x x^T over all inputs x, float64 [n, n].
+
+    parts: the inputs in pieces [rows, n], at least one piece.
+    """
     total: Tensor = None
     for part in parts:
         x = torch_module().as_tensor(part, device=device)
@@ -88,12 +95,15 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
-    """An expert's Hessian [n, n] with the weight of n more tokens, so that an expert that saw few
-    tokens has a sound one.
+    """Return an expert's Hessian [n, n], regularized for experts that few tokens were routed to.
 
-    own: the sum of x x^T over the tokens that it saw. Half of the n tokens more count as its mean
-    diagonal, the other half as the mean x x^T of the layer's tokens, shared [n, n]. Inputs of down
-    matrices have no such mean, since each expert's columns are its own.
+    The regularization adds the weight of n tokens: half of it with the expert's mean diagonal, half
+    of it with the layer's mean Hessian. Without `shared`, all of it has the mean diagonal.
+
+    own: sum of x x^T over the tokens routed to the expert.
+    tokens: number of these tokens.
+    shared: mean of x x^T over all tokens of the layer. None for down matrices, whose input columns
+        differ between experts.
     """
     n = len(own)
     if not tokens:
@@ -103,11 +113,11 @@ def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
 
 
 def factorize(hessian: Square, device: str | None = None) -> Factor | None:
-    """Damps a Hessian by a hundredth of its mean diagonal, and factorizes its inverse in float64.
+    """Damp a symmetric Hessian [n, n] and factorize its inverse in float64.
 
-    hessian [n, n]: symmetric; a column that was never used may be all zeros. The result is None
-    where the whole Hessian is, or where it cannot be factorized. Raises QuantizeError where a
-    value is not finite.
+    The damping is a hundredth of the mean diagonal, or more if the factorization fails. Return None
+    if the Hessian is zero or cannot be factorized. Columns that were never used may be zero. Raises
+    QuantizeError if a value is not finite.
     """
     torch = torch_module()
     device = device or default_device()
@@ -122,7 +132,7 @@ def factorize(hessian: Square, device: str | None = None) -> Factor | None:
     ordered /= mean
     damping = DAMPING
     for _ in range(_TRIES):
-        # In place, and gone as soon as nobody needs it: wide matrices take most of the memory.
+        # Work in place and free matrices early: for wide matrices they dominate memory use.
         damped = ordered.clone()
         damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
@@ -139,10 +149,10 @@ def factorize(hessian: Square, device: str | None = None) -> Factor | None:
 
 
 def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) -> Blocks:
-    """Encoded bytes of float32 rows [rows, n], as ``Ggml.quantize`` gives them, that keep the
-    outputs of the matrix close. Rows do not depend on each other: a matrix may come in runs.
+    """Quantize float32 rows [rows, n] by GPTQ and return the encoded bytes.
 
-    Equal arguments give equal bytes on the CPU. Raises QuantizeError as ``Ggml.quantize`` does.
+    Rows are independent, so a matrix can be quantized in several calls. On the CPU the result is
+    deterministic. Raises QuantizeError as `Ggml.quantize` does.
     """
     if ggml_type in FLOAT_TYPES:
         return ggml.quantize(ggml_type, values)
@@ -150,8 +160,10 @@ def quantize(ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) ->
 
 
 class _Grid:
-    """The values that the codes of a span stand for. values [k, columns, rows]: see
-    ``code_values``."""
+    """The representable values of a span of columns.
+
+    values: [k, columns, rows], the values that `code_values` returned.
+    """
 
     def __init__(self, values: Tensor, ggml_type: GGMLType) -> None:
         coding = CODINGS[ggml_type]
@@ -164,8 +176,10 @@ class _Grid:
             self._inverse = (1 / self._step.masked_fill(zero, 1)).masked_fill(zero, 0)
 
     def nearest(self, column: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, counted from the first, and their values [rows] that come nearest to
-        what is wanted of a column [rows]."""
+        """Return for each row the code whose value is closest to the wanted one, and that value.
+
+        wanted: [rows], the wanted values of one column. Codes are counted from the type's first.
+        """
         if self._scales is None:
             base, step = self._values[0, column], self._step[column]
             code = ((wanted - base) * self._inverse[column]).round_().clamp_(0, self._top)
@@ -176,8 +190,11 @@ class _Grid:
 
 
 class _Rounding:
-    """One run of rows. Matrices of weights are kept as [n, rows], in the factor's order, so that
-    a column is contiguous."""
+    """The quantization of one run of rows.
+
+    Weight matrices are stored transposed, [n, rows], and in the factor's column order, so that each
+    column is contiguous.
+    """
 
     def __init__(self, ggml: Ggml, ggml_type: GGMLType, values: Floats, factor: Factor) -> None:
         self._torch = torch_module()
@@ -196,6 +213,7 @@ class _Rounding:
         self._grids: dict[int, _Grid] = {}
 
     def blocks(self) -> Blocks:
+        """Quantize all columns and return the encoded bytes."""
         coding = CODINGS.get(self._type)
         for start, stop in _spans(self._n):
             self._choose_scales(start, stop)
@@ -219,7 +237,7 @@ class _Rounding:
         return self._torch.as_tensor(np.ascontiguousarray(values), device=self._factor.upper.device)
 
     def _choose_scales(self, start: int, stop: int) -> None:
-        """Lets ggml encode a span as it stands, and keeps the values that its codes stand for."""
+        """Let ggml quantize the adjusted weights of a span, and store its representable values."""
         width = stop - start
         places = self._factor.order[start:stop]
         first = int(places.min())
@@ -242,14 +260,17 @@ class _Rounding:
         return self._ggml.dequantize(self._type, blocks, self._block.weights)
 
     def _error_of_span(self, start: int, stop: int) -> Tensor:
-        """The errors E of a span that is rounded as a whole. Pushed within the span along the rows
-        of U, they account for the whole difference between what was wanted and what was chosen."""
+        """Return the column errors E of a span that was rounded as a whole.
+
+        They are the solution of U^T E = wanted - chosen within the span, so that updating later
+        columns with them compensates for the whole difference.
+        """
         inner = self._factor.upper[start:stop, start:stop]
         left = self._left[start:stop] - self._done[start:stop]
         return self._torch.linalg.solve_triangular(inner.T, left, upper=False)
 
     def _round_span(self, start: int, stop: int) -> Tensor:
-        """Rounds the columns of a span in turn; returns their errors, each over U[j, j]."""
+        """Round the columns of a span one by one. Return their errors divided by U[j, j]."""
         upper, left, grid = self._factor.upper, self._left, self._grids[start]
         error = self._torch.empty_like(left[start:stop])
         for first in range(start, stop, STRIDE):
@@ -262,8 +283,11 @@ class _Rounding:
         return error
 
     def _sweep(self) -> None:
-        """Coordinate descent. Each column in turn takes the codes that are best while all others
-        stay, which are those nearest to Q[j] + ((W - Q) H)[j] / H[j, j]."""
+        """Improve all codes by one pass of coordinate descent.
+
+        Each column in turn gets the codes that are optimal while all other columns are fixed: those
+        closest to Q[j] + ((W - Q) H)[j] / H[j, j].
+        """
         hessian, done = self._factor.hessian, self._done
         pull = hessian @ (self._wanted - done)
         for start, stop in _spans(self._n):
@@ -284,7 +308,7 @@ def _spans(n: int) -> list[tuple[int, int]]:
 
 
 def _order(diagonal: np.ndarray) -> np.ndarray:
-    """Columns by falling diagonal within each span. Spans keep their places."""
+    """Return the column order: sorted by decreasing diagonal within each span."""
     return np.concatenate(
         [
             start + np.argsort(-diagonal[start:stop], kind="stable")

@@ -1,9 +1,10 @@
-"""Importance matrices in llama.cpp's format: the mean of the squared inputs of each column.
+"""Read and write importance matrices in llama.cpp's format.
 
-A GGUF imatrix holds, for each matrix of the model, ``NAME.in_sum2`` [row length, experts], sums
-of squared inputs, and ``NAME.counts`` [1, experts], the tokens that were summed; the keys
-``imatrix.datasets``, ``imatrix.chunk_count`` and ``imatrix.chunk_size``. The format before it, a
-flat list of means, is read as well. Sources: tools/imatrix/imatrix.cpp, common/imatrix-loader.cpp.
+An importance matrix contains the mean squared input of each column of each matrix. In a GGUF file,
+`NAME.in_sum2` [row length, experts] has the sums of squared inputs and `NAME.counts` [1, experts]
+the numbers of tokens. The metadata keys are `imatrix.datasets`, `imatrix.chunk_count` and
+`imatrix.chunk_size`. The older format, a flat list of means, can be read too. Sources:
+tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
 
 import mmap
@@ -31,15 +32,18 @@ KEY_DATASETS = "imatrix.datasets"
 KEY_CHUNK_COUNT = "imatrix.chunk_count"
 KEY_CHUNK_SIZE = "imatrix.chunk_size"
 
-# A mean over fewer tokens says more about them than about the expert.
+# An expert's own mean is used if at least this number of tokens was routed to it.
 LEAST_TOKENS = 32
 _SHOWN = 8
 _LEGACY_NAME_BYTES = 4096
 
 
 class Entry(NamedTuple):
-    """Sums of squared inputs, float32 [n], and tokens, float32: one count for all or for each
-    expert. Of several experts, the sums of each stand one after the other."""
+    """The importance of one matrix, or of the same matrix in all experts.
+
+    sums: float32, sums of squared inputs, one expert after the other.
+    counts: float32, number of tokens: one value, or one value per expert.
+    """
 
     sums: Floats
     counts: Floats
@@ -47,10 +51,13 @@ class Entry(NamedTuple):
 
 @dataclass
 class Imatrix:
-    """An importance matrix by tensor name.
+    """An importance matrix.
 
-    has_counts: the counts are tokens; in files of the format before GGUF they are not. path and
-    sha256 are those of the file that it was read from.
+    name: name for messages and metadata.
+    entries: contents by tensor name.
+    datasets, chunk_count, chunk_size: description of the calibration data.
+    has_counts: whether the counts are numbers of tokens. False for files of the older format.
+    path, sha256: the file from which it was read.
     """
 
     name: str
@@ -63,7 +70,7 @@ class Imatrix:
     sha256: str | None = None
 
     def summary(self) -> str:
-        """One line for a file's metadata."""
+        """Return a one-line description for the metadata of a packed file."""
         text = f"imatrix {self.name}"
         if self.datasets:
             text += f" of {', '.join(self.datasets)}"
@@ -73,19 +80,20 @@ class Imatrix:
 
 
 class ExpertImportance:
-    """An importance matrix as a model's experts need it; raises MismatchError where it is
-    another model's.
+    """The importance of each expert's columns, from an importance matrix of the model.
 
-    An expert that saw fewer than LEAST_TOKENS tokens gets the mean over all tokens of its
-    layer, whichever expert they went to. (Upstream gives an expert without any token equal
-    weights, and takes the others as they are.)
+    An expert to which fewer than LEAST_TOKENS tokens were routed gets the mean over all tokens of
+    its layer. (llama.cpp uses equal weights for an expert without tokens, and the expert's own mean
+    in all other cases.) Raises MismatchError if the matrix belongs to another model.
+
+    weak: layer number, expert and number of tokens of each expert with too few tokens.
     """
 
     def __init__(self, imatrix: Imatrix, model: ExpertModel) -> None:
         self.imatrix = imatrix
         self._entries: list[dict[int, tuple[Floats, Floats]]] = []
         self._means: list[dict[int, Floats]] = []
-        self.weak: list[tuple[int, int, int]] = []  # (il, expert, tokens)
+        self.weak: list[tuple[int, int, int]] = []
         for layer, il in enumerate(model.layer_ids):
             found = {}
             for kind in model.kinds(layer):
@@ -108,7 +116,7 @@ class ExpertImportance:
                 )
 
     def of(self, layer: int, kind: int, expert: int) -> Floats:
-        """Mean of the squared inputs of an expert's matrix, float32 [row length]."""
+        """Return the mean squared inputs of one expert's matrix, float32 [row length]."""
         sums, counts = self._entries[layer][kind]
         least = LEAST_TOKENS if self.imatrix.has_counts else 1
         if counts[expert] < least:
@@ -117,49 +125,54 @@ class ExpertImportance:
         return mean
 
     def counts(self, layer: int) -> Floats:
-        """Tokens that each expert of a layer saw [n_expert]."""
+        """Return the number of tokens routed to each expert of a layer [n_expert]."""
         return next(iter(self._entries[layer].values()))[1]
 
     def note(self) -> str | None:
-        """A sentence on the experts that saw too few tokens, None where there is none."""
+        """Return a note on experts with too few calibration tokens, or None if there are none."""
         if not self.weak:
             return None
         shown = ", ".join(f"{e} of layer {il} ({n})" for il, e, n in self.weak[:_SHOWN])
         more = f" and {len(self.weak) - _SHOWN} more" if len(self.weak) > _SHOWN else ""
         many = "s" if len(self.weak) > 1 else ""
         return (
-            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} tokens of the"
-            f" calibration: {shown}{more}; the mean of the layer stands in for each of them"
+            f"{len(self.weak)} expert{many} saw fewer than {LEAST_TOKENS} calibration tokens:"
+            f" {shown}{more}. The mean of the layer is used instead"
         )
 
 
 def _fitting(
     imatrix: Imatrix, model: ExpertModel, il: int, kind: int, width: int
 ) -> tuple[Floats, Floats]:
-    """Sums [n_expert, width] and counts [n_expert] of one matrix of a model."""
-    # These share their inputs, and may be fused in one of the two files only.
+    """Return the sums [n_expert, width] and counts [n_expert] for one expert matrix of a model.
+
+    Raises MismatchError if the importance matrix lacks them or they have another shape.
+    """
+    # Up, gate and fused gate-up matrices have the same inputs, so any of their entries will do.
     kinds = (kind, *({UP, GATE, GATE_UP} - {kind} if kind in (UP, GATE, GATE_UP) else ()))
     names = [expert_tensor_name(il, each) for each in kinds]
     entry = next((imatrix.entries[name] for name in names if name in imatrix.entries), None)
     where = imatrix.path or imatrix.name
     if entry is None:
         raise errors.MismatchError(
-            f"{where}: no importance of {names[0]}: made with another model than"
+            f"{where}: no entry for {names[0]}: the file was made with another model than"
             f" {model.path}, or without its experts"
         )
     n = model.n_expert
     if entry.sums.size != n * width or entry.counts.size not in (1, n):
         raise errors.MismatchError(
             f"{where}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
-            f" but {model.path} has {n} experts with rows of {width}: made with another model"
+            f" but {model.path} has {n} experts with rows of {width}: the file was made with"
+            " another model"
         )
     return entry.sums.reshape(n, width), np.broadcast_to(entry.counts, n)
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
-    """Read an imatrix file of either format.
+    """Read an importance matrix from a file, in the GGUF or the older format.
 
-    Raises GGUFError for a file that is none, or whose values are not finite or negative.
+    Raises GGUFError if the file is not an importance matrix, or if a value is negative or not
+    finite.
     """
     path = Path(path)
     try:
@@ -169,7 +182,7 @@ def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
             if not magic:  # An empty file cannot be mapped.
                 found = _read_legacy(path, magic)
             elif magic != MAGIC:
-                # It is mapped, since any other file that is named here may exceed the memory.
+                # Map the file: a wrong file can be larger than memory.
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     found = _read_legacy(path, data)
     except (OSError, ValueError) as error:
@@ -219,8 +232,8 @@ def _floats(file: GGUFFile, name: str) -> Floats:
 
 
 def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
-    """Reads the format before GGUF, which holds for each matrix a name, a number of calls, and
-    the means times that number."""
+    """Read the format used before GGUF: for each matrix a name, a number of calls, and the means
+    multiplied by that number."""
     at = 0
 
     def take(n: int) -> bytes:
@@ -242,7 +255,7 @@ def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
         name = take(length if length <= _LEGACY_NAME_BYTES else -1).decode("utf-8", "replace")
         calls = number()
         values: npt.NDArray[np.float32] = np.frombuffer(take(4 * number()), np.float32)
-        # The values are means as they are where no call is counted.
+        # If the number of calls is 0, the values are the means themselves.
         entries[name] = Entry(values, np.array([max(calls, 1)], np.float32))
     if not entries:
         take(-1)
@@ -254,7 +267,7 @@ def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
 
 
 def write_imatrix(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write a GGUF imatrix as upstream does; its sums may be [experts, row length]."""
+    """Write an importance matrix in llama.cpp's GGUF format. The sums may have any shape."""
     writer = GGUFWriter(path)
     writer.meta(KEY_TYPE, "imatrix")
     writer.meta(KEY_DATASETS, imatrix.datasets, ValueType.ARRAY, ValueType.STRING)

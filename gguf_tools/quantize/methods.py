@@ -1,4 +1,4 @@
-"""How the weights of an expert become blocks: what ``pack`` calls for each matrix."""
+"""Quantization methods for expert weights, as used by `pack`."""
 
 import os
 from typing import Protocol
@@ -10,14 +10,14 @@ from gguf_tools.quantize.imatrix import ExpertImportance, Imatrix, read_imatrix
 
 
 class ExpertQuantizer(Protocol):
-    """A quantization method.
+    """Interface of a quantization method.
 
-    ``method`` and ``calibration`` are written into a file's metadata. ``has_importance``: it also
-    serves the types that need an importance matrix.
+    `quantize` is called from several threads, layer by layer: all calls for a layer end before the
+    first call for the next one. A matrix can be divided into several runs of rows. All types of a
+    run are requested one after the other on the same thread.
 
-    Calls come from several threads, layer by layer in increasing order: all calls for a layer
-    have ended before the first one for the next. A matrix may come in runs of rows. The types of
-    one run are asked for one after the other, by one thread.
+    method, calibration: texts to record in the metadata of the packed file.
+    has_importance: whether the method supports types that need an importance matrix.
     """
 
     method: str
@@ -27,14 +27,15 @@ class ExpertQuantizer(Protocol):
     def quantize(
         self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
     ) -> Blocks:
-        """Encoded bytes of float32 rows [rows, row length] of an expert's matrix.
+        """Quantize float32 rows [rows, row length] of an expert's matrix and return the bytes.
 
-        ``layer`` counts MoE layers. Raises QuantizeError without the file's name.
+        layer: index of the MoE layer.
+        Raises QuantizeError. The caller adds the file name to its message.
         """
 
 
 class Rtn:
-    """ggml as it is: each block on its own goes to the nearest values that its format has."""
+    """Round to nearest: ggml's quantization of each block without calibration data."""
 
     method = "rtn"
     calibration = "none"
@@ -50,8 +51,11 @@ class Rtn:
 
 
 class ByImportance:
-    """ggml's quantization, which minimises the error of each block weighted by how large the
-    columns' inputs are: sum_j E[x_j^2] (w_j - q_j)^2."""
+    """ggml's quantization with an importance matrix.
+
+    It minimizes the error of each block, weighted by the mean squared input of each column:
+    sum_j E[x_j^2] (w_j - q_j)^2.
+    """
 
     method = "imatrix"
     has_importance = True
@@ -59,8 +63,11 @@ class ByImportance:
     def __init__(
         self, ggml: Ggml, imatrix: Imatrix, model: ExpertModel, calibration: str | None = None
     ) -> None:
-        """calibration: what the file shall say of it, if not what the imatrix says. Raises
-        MismatchError where the imatrix is another model's."""
+        """Prepare the importance matrix for a model.
+
+        calibration: text to record in the packed file. Default: the matrix's own summary.
+        Raises MismatchError if the importance matrix belongs to another model.
+        """
         self.ggml = ggml
         self.importance = ExpertImportance(imatrix, model)
         self.calibration = calibration or imatrix.summary()
@@ -69,11 +76,11 @@ class ByImportance:
     def of_file(
         cls, path: str | os.PathLike[str], model: ExpertModel, ggml: Ggml
     ) -> "ByImportance":
-        """The method with a file of llama.cpp. Raises GGUFError."""
+        """Read an importance matrix from a file of llama.cpp. Raises GGUFError."""
         return cls(ggml, read_imatrix(path), model)
 
     def note(self) -> str | None:
-        """A sentence on the experts that saw too few tokens, None where there is none."""
+        """Return a note on experts with too few calibration tokens, or None if there are none."""
         return self.importance.note()
 
     def quantize(

@@ -1,24 +1,27 @@
-"""Types that released readers of GGUF do not know, as types that all of them know, without loss."""
+"""Convert tensors without loss from new ggml types to types that every llama.cpp release reads."""
 
 import numpy as np
 import numpy.typing as npt
 
 from gguf_tools.file.layout import BLOCK, GGMLType
 
-# A weight of Q2_0 is d * -1, 0, 1 or 2; of Q4_0 it is d * (q - 8), q = 0 .. 15.
+# With scale d, a Q2_0 weight is d * (-1, 0, 1 or 2), and a Q4_0 weight is d * (q - 8), q = 0 .. 15.
 OLDER = {GGMLType.Q2_0: GGMLType.Q4_0}
 _LOWEST_CODE = 8 - 1
 
 
 def growth(new: GGMLType) -> int:
-    """How many times as large a matrix is in the older type."""
+    """Return the factor by which a matrix grows when it is converted to the older type."""
     old = OLDER[new]
     return BLOCK[old].bytes * BLOCK[new].weights // (BLOCK[old].weights * BLOCK[new].bytes)
 
 
 def q2_0_as_q4_0(blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Blocks [n * 18] of 64 weights in Q2_0 as blocks [2 * n * 18] of 32 in Q4_0: the same scales,
-    and every weight the same number."""
+    """Convert Q2_0 blocks to Q4_0 blocks with the same scales and the same weights.
+
+    blocks: uint8 [n * 18], n blocks of 64 weights.
+    Returns uint8 [2 * n * 18], 2 n blocks of 32 weights.
+    """
     weights, nbytes = BLOCK[GGMLType.Q2_0]
     rows = blocks.reshape(-1, nbytes)
     codes = rows[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3

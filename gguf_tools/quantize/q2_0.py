@@ -1,9 +1,9 @@
-"""Q2_0 blocks with a least-squares scale.
+"""Q2_0 quantization with a least-squares scale.
 
-A Q2_0 block holds 64 weights as d * (q - 1), q = 0 .. 3. ggml's encoder takes d = max|x|,
-which suits models that are ternary by training; on a normal distribution it leaves 71 % of
-the root mean square as error, and nothing but Q2_0 offers two bits for rows that are not a
-multiple of 256. With d chosen by least squares the same format leaves 35 % (Q2_K: 30 %).
+A Q2_0 block stores 64 weights as d * (q - 1), q = 0 .. 3. ggml's encoder uses d = max|x|, which
+suits models trained with ternary weights. For normally distributed weights its error is 71 % of the
+root mean square. With d chosen by least squares the error is 35 % (Q2_K: 30 %). This matters
+because Q2_0 is the only type with two bits for rows that are not a multiple of 256.
 """
 
 import numpy as np
@@ -17,15 +17,15 @@ ROUNDS = 2
 def encode_q2_0(
     values: npt.NDArray[np.float32], importance: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Encoded bytes [rows * n / 64 * 18] of float32 rows [rows, n], n % 64 == 0.
+    """Quantize float32 rows [rows, n] to Q2_0 and return uint8 [rows * n / 64 * 18].
 
-    Magnitudes must be in the range of half precision. importance: positive weights of the
-    columns' squared errors [n].
+    values: n must be a multiple of 64, and all magnitudes within half precision.
+    importance: positive weight of each column's squared error [n]. Default: equal weights.
 
-    For given codes c = q - 1 the best scale is d = <x, c> / <c, c>, and it explains
-    <x, c>^2 / <c, c> of |x|^2, with <a, b> = sum_j importance_j a_j b_j. Codes start from d = rms
-    and d = -rms (the codes reach further on one side), are recomputed from the best d, and the
-    better end is kept.
+    For given codes c = q - 1, the best scale is d = <x, c> / <c, c>. It reduces the squared error
+    |x|^2 by <x, c>^2 / <c, c>, with <a, b> = sum_j importance_j a_j b_j. The search alternates
+    between codes and scale, starting from d = rms and from d = -rms because the codes are not
+    symmetric, and keeps the best result.
     """
     block, block_bytes = BLOCK[GGMLType.Q2_0]
     x = values.reshape(-1, block)
@@ -57,6 +57,6 @@ def encode_q2_0(
 
 
 def _codes(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Nearest codes -1 .. 2 of each weight; 0 where the scale is 0."""
+    """Return the nearest code, -1 to 2, of each weight. All codes are 0 if the scale is 0."""
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
     return np.clip(np.rint(x * inverse[:, None]), -1, 2)

@@ -1,7 +1,8 @@
-"""Random-weight Mixture-of-Experts GGUFs of a chosen shape, for tests and benchmarks.
+"""Generate Mixture-of-Experts GGUF files with random weights, for tests and benchmarks.
 
-Such a file loads in unpatched llama.cpp, its activations stay finite, its experts are as large
-as a real model's, and how often each expert is used is known. Equal arguments give equal bytes.
+A generated file loads in unpatched llama.cpp and its activations stay finite. Its experts can be as
+large as those of a real model, and the frequency with which each expert is used is known. Equal
+arguments give identical files.
 """
 
 from gguf_tools.synthetic.shapes import PRESETS, Shape, preset

@@ -1,4 +1,4 @@
-"""python -m gguf_tools.synthetic: writes a random-weight model of a chosen shape."""
+"""Write a Mixture-of-Experts GGUF file with random weights."""
 
 import argparse
 import sys
@@ -11,11 +11,27 @@ from gguf_tools.synthetic.writing import ROUTINGS, write
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gguf_tools.synthetic", description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--shape", choices=tuple(PRESETS), default="olmoe")
-    parser.add_argument("--tiers", default="q4_k", help="types, best first, comma separated")
-    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("path", type=Path, help="the file to write")
+    parser.add_argument(
+        "--shape",
+        choices=tuple(PRESETS),
+        default="olmoe",
+        help="model to imitate, with fewer layers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tiers",
+        default="q4_k",
+        help="comma-separated types of the tiers, the best first (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--routing",
+        choices=ROUTINGS,
+        default="uniform",
+        help="how often experts are used: all equally, or by a Zipf law (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     try:
         tiers = tuple(args.tiers.split(","))

@@ -1,5 +1,8 @@
-"""Random weights of types that only ggml can encode: a few blocks of quantized Gaussians, drawn
-again and again. A matrix is as long as a real one, and few of its blocks had to be quantized."""
+"""Generate random weights of types that only ggml can encode.
+
+ggml quantizes a small pool of blocks of normally distributed weights. A matrix of any size is then
+drawn at random from the pool, which is much faster than quantizing the whole matrix.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from gguf_tools.file.layout import BLOCK, TIER_TYPES, GGMLType
 from gguf_tools.synthetic.weights import BLOCK_TYPES, GAUSSIAN_TYPES, Bytes
 
-# IQ2_XXS and IQ2_XS cannot be made without an importance: all columns alike.
+# IQ2_XXS and IQ2_XS need an importance matrix. It gives all columns the same importance.
 DRAWN_TYPES = tuple(
     kind
     for kind in (*TIER_TYPES, GGMLType.IQ2_XS, GGMLType.IQ2_XXS)
@@ -21,8 +24,11 @@ _ROW_WEIGHTS = 256
 
 
 def drawn_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -> Bytes:
-    """Random weights [n_weights] of standard deviation `std`, encoded as `kind`; n_weights is a
-    multiple of its block. Raises QuantizeError without ggml's library."""
+    """Return n_weights random weights with standard deviation `std`, encoded as type `kind`.
+
+    n_weights: a multiple of the type's block size.
+    Raises QuantizeError if the ggml library is not installed.
+    """
     pool = _pool(kind, std)
     rng = np.random.default_rng(seed)
     chosen = rng.integers(0, len(pool), n_weights // BLOCK[kind].weights)
@@ -31,7 +37,7 @@ def drawn_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) ->
 
 @functools.cache
 def _pool(kind: GGMLType, std: float) -> Bytes:
-    """Blocks [n, block_bytes] of Gaussian weights."""
+    """Return quantized blocks [n, block_bytes] of normally distributed weights."""
     from gguf_tools.quantize.ggml import load_ggml
 
     values = np.random.default_rng(20_28).standard_normal(

@@ -1,4 +1,4 @@
-"""The metadata of synthetic models."""
+"""Metadata of synthetic models."""
 
 from typing import Any
 
@@ -17,6 +17,7 @@ from gguf_tools.synthetic.vocab import bpe, spm
 
 
 def synthetic_metadata(s: Shape, tiers: list[GGMLType]) -> dict[str, Any]:
+    """Return the metadata of a synthetic model with these tiers, including its vocabulary."""
     a = s.arch
     meta: dict[str, Any] = {
         "general.architecture": a,

@@ -1,4 +1,4 @@
-"""Sizes of synthetic models: those of real ones with fewer layers, and tiny ones of each kind."""
+"""Shapes of synthetic models: real models with fewer layers, and tiny models of each kind."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,14 @@ from gguf_tools.file.layout import GGMLType
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model. n_ff: dense layers; n_ff_exp: one expert; n_shared: shared experts."""
+    """Sizes of a synthetic model.
+
+    n_ff, n_ff_exp: feed-forward width of a dense layer and of one expert.
+    n_dense: number of dense layers at the start.
+    n_shared: number of shared experts.
+    n_groups, n_groups_used: expert groups of the router and groups used per token.
+    fused: whether gate and up matrices are fused.
+    """
 
     arch: str
     n_layer: int
@@ -50,12 +57,12 @@ PRESETS = {
 }
 
 
-# The attention of deepseek2 has these ranks and lengths of heads in the tiny presets.
+# Ranks and head lengths of the latent attention of deepseek2 in the tiny presets.
 Q_RANK, KV_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 64, 64, 32, 32, 32
 
 
 def preset(name: str) -> Shape:
-    """The shape of that name; TensorShapeError lists the known ones."""
+    """Return the preset with this name. Raises TensorShapeError."""
     if name not in PRESETS:
-        raise TensorShapeError(f"unknown shape '{name}': known are {', '.join(PRESETS)}")
+        raise TensorShapeError(f"unknown shape '{name}': known shapes are {', '.join(PRESETS)}")
     return PRESETS[name]

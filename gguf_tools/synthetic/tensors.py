@@ -1,11 +1,11 @@
-"""The tensors of a synthetic model; their bytes are made when they are written.
+"""Generate the tensors of a synthetic model.
 
-Routing: every token embedding holds one constant direction c beside its random part, and
-the router row of expert e is b_e * c plus a random row orthogonal to c. So its logit is
-b_e plus noise that differs per token: b = 0 uses all experts alike, and other b give any
-skew. Each layer adds little to the
-residual stream (RESIDUAL_POWER), as in trained models, so the router of the next layer can be
-predicted from this layer's input.
+Routing: every token embedding is the sum of a constant vector c and a random vector. The router row
+of expert e is b_e * c plus a random vector orthogonal to c. The router logit of e is therefore b_e
+plus noise that differs between tokens. With b = 0 all experts are used equally, and other values of
+b give any skew. As in trained models, each layer adds little to the residual stream
+(RESIDUAL_POWER), so that the choice of the next layer's router can be predicted from the input of
+this layer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from gguf_tools.synthetic import weights as sw
 from gguf_tools.synthetic.drawn import DRAWN_TYPES, drawn_matrix
 from gguf_tools.synthetic.shapes import KV_RANK, NOPE_DIM, Q_RANK, ROPE_DIM, V_DIM, Shape
 
-# Each layer adds this variance to the stream, in units of the embedding's.
+# Variance that each layer adds to the residual stream, relative to that of the embeddings.
 RESIDUAL_POWER = 0.1
-# The constant direction has this share, in the same units.
+# Variance of the constant vector, relative to the same.
 CONSTANT_POWER = 0.125
-# Router logits have this standard deviation over the tokens.
+# Standard deviation of router logits over the tokens.
 ROUTER_SPREAD = 1.5
 
 
 class PlannedTensor(NamedTuple):
+    """A tensor whose data is generated in pieces by calling `chunks`."""
+
     name: str
     shape: tuple[int, ...]
     type: GGMLType
@@ -44,7 +46,10 @@ class PlannedTensor(NamedTuple):
 
 
 class ModelBuilder:
-    """Lists the tensors of a model; their bytes are made when they are written."""
+    """Describes the tensors of a synthetic model. The data is generated when it is written.
+
+    routing: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
+    """
 
     def __init__(
         self, shape: Shape, tiers: list[GGMLType], routing: str, zipf_s: float, seed: int
@@ -59,13 +64,14 @@ class ModelBuilder:
         else:
             self.bias = np.zeros(s.n_expert)
             self.constant_power = 0.0
-        # The signs are balanced, so that a LayerNorm, which subtracts the mean, leaves them alone.
+        # Balanced signs have mean 0, so that a LayerNorm, which subtracts the mean, keeps them.
         signs = np.where(np.arange(s.n_embd) % 2 == 0, 1.0, -1.0)
         rng = np.random.default_rng([seed, 1])
         rng.shuffle(signs)
-        self.direction = signs / math.sqrt(s.n_embd)  # of unit length
+        self.direction = signs / math.sqrt(s.n_embd)  # a unit vector
 
     def tensors(self) -> Iterator[PlannedTensor]:
+        """Yield all tensors of the model in file order."""
         s = self.shape
         yield self._embedding()
         for il in range(s.n_layer):
@@ -105,7 +111,7 @@ class ModelBuilder:
         gain: float = 1.0,
         stored_as: GGMLType | None = None,
     ) -> PlannedTensor:
-        """Dense weights of standard deviation gain / sqrt(rows in)."""
+        """Return a dense matrix of weights with standard deviation gain / sqrt(row length)."""
         kind = stored_as or self.shape.dense_type
         if shape[0] % BLOCK[kind].weights:
             kind = GGMLType.F16
@@ -210,11 +216,10 @@ class ModelBuilder:
         return chunks
 
     def _router(self, il: int) -> PlannedTensor:
-        """Rows [n_expert, n_embd] whose logits on a normalised input are b + N(0, 1), times
-        ROUTER_SPREAD."""
+        """Return a router whose logits for a normalized input are ROUTER_SPREAD * (b + N(0, 1))."""
         s, name = self.shape, f"blk.{il}.ffn_gate_inp.weight"
         rng = self._rng(name)
-        # After l layers the stream has this power, and the norm divides by its root.
+        # Variance of the residual stream at this layer. The norm divides by its square root.
         random_power = 1 + RESIDUAL_POWER * il
         rms = math.sqrt(random_power + self.constant_power)
         rows = rng.standard_normal((s.n_expert, s.n_embd))

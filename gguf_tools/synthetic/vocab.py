@@ -1,4 +1,4 @@
-"""Tokenizer metadata of synthetic models: small vocabularies that encode any text."""
+"""Tokenizer metadata of synthetic models, with small vocabularies that can encode any text."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def bpe(n_vocab: int) -> dict[str, Any]:
-    """A byte-level BPE vocabulary: 256 bytes, pairs of letters, three control tokens."""
+    """Return a byte-level BPE vocabulary of 256 bytes, letter pairs and three control tokens."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     symbols = [chr(b) for b in plain] + [chr(256 + i) for i in range(len(others))]
@@ -30,7 +30,7 @@ def bpe(n_vocab: int) -> dict[str, Any]:
 
 
 def spm(n_vocab: int) -> dict[str, Any]:
-    """A SentencePiece vocabulary: three control tokens, 256 byte fallbacks, letters, pairs."""
+    """Return a SentencePiece vocabulary of three control tokens, 256 bytes, letters and pairs."""
     pieces = ["\u2581", *_LETTERS] + [x + y for x in "\u2581" + _LETTERS for y in _LETTERS]
     tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
     pieces = pieces[: n_vocab - len(tokens)]

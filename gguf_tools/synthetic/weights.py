@@ -1,14 +1,13 @@
-"""Random weights for synthetic models: quantized blocks, and routers with a known skew.
+"""Random weights of synthetic models, and router biases with a known skew.
 
-The block types q8_0, q4_k and q2_k of one matrix are written from the same random
-integers, so that a lower tier approximates the better one as a real quantization does,
-and no quantizer is needed:
+The types q8_0, q4_k and q2_k of one matrix are generated from the same random integers. A lower
+tier therefore approximates the better one as in a real quantization, without a quantizer:
 
     weight = d * 4u * (q - 7.5)      q in 0..15 per weight, u in 8..15 per 32 weights
 
-q4_k stores it exactly, q8_0 up to the rounding of one half-precision scale, q2_k keeps
-the two upper bits of q. Their standard deviation is d * LATTICE_STD. The float types
-f32 and f16 are plain Gaussians, and are meant as the source of a real quantization.
+q4_k stores these values exactly, q8_0 except for the rounding of its half-precision scale, and q2_k
+keeps the two upper bits of q. The standard deviation is d * LATTICE_STD. Weights of type f32 and
+f16 are normally distributed. They are meant as the source of a real quantization.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _U_LOW, _U_HIGH = 8, 16
 _U_RMS = math.sqrt(sum(u * u for u in range(_U_LOW, _U_HIGH)) / (_U_HIGH - _U_LOW))
 LATTICE_STD = 4 * _U_RMS * math.sqrt((16**2 - 1) / 12)
 
-# This is E[(silu(g) * u)^2] for independent standard normal g and u.
+# E[(silu(g) * u)^2] for independent standard normal g and u.
 SILU_GATED_POWER = 0.3553
 
 
 def random_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -> Bytes:
-    """Random weights [n_weights] of standard deviation `std`, encoded as `kind`.
+    """Return n_weights random weights with standard deviation `std`, encoded as type `kind`.
 
-    Equal seeds give the same underlying integers in every block type.
+    Equal seeds give the same underlying integers in all block types.
     """
     rng = np.random.default_rng(seed)
     if kind in GAUSSIAN_TYPES:
         return encode(kind, rng.standard_normal(n_weights, dtype=np.float32) * np.float32(std))
     n_sub = n_weights // 32
     u = rng.integers(_U_LOW, _U_HIGH, n_sub, dtype=np.uint8)
-    # Row c of [n_sub/2, 32] has sub-block 2c in its low nibbles, 2c+1 in its high ones.
+    # Row c of [n_sub/2, 32] has sub-block 2c in its low nibbles, and 2c+1 in its high ones.
     packed = np.frombuffer(rng.bytes(n_weights // 2), np.uint8).reshape(-1, 32)
     d = std / LATTICE_STD
     if kind is GGMLType.Q4_K:
@@ -57,13 +56,13 @@ def random_matrix(seed: list[int], kind: GGMLType, n_weights: int, std: float) -
 
 
 def encode(kind: GGMLType, values: Floats) -> Bytes:
-    """Encodes given values [n] as f32, f16 or q8_0 (scale = largest magnitude / 127)."""
+    """Encode values [n] as f32, f16 or q8_0 (scale = largest magnitude / 127)."""
     if kind is GGMLType.F32:
         return values.astype("<f4").view(np.uint8)
     if kind is GGMLType.F16:
         return values.astype("<f2").view(np.uint8)
     if kind is not GGMLType.Q8_0:
-        raise QuantizeError(f"no random weights of type {kind.tier_name}")
+        raise QuantizeError(f"random weights cannot have the type {kind.tier_name}")
     blocks = values.reshape(-1, 32)
     scale = np.abs(blocks).max(axis=1) / np.float32(127)
     inverse = np.where(scale > 0, 1 / np.where(scale > 0, scale, 1), 0).astype(np.float32)
@@ -84,7 +83,7 @@ def _q4_k(u: Bytes, packed: Bytes, d: float) -> Bytes:
     out = np.empty((len(s), 144), np.uint8)
     out[:, 0:2] = _half(scale)
     out[:, 2:4] = _half(7.5 * scale)
-    # Scale and minimum are the same 6-bit number: the minimum centres the weights.
+    # Scale and minimum are the same 6-bit number, which centers the weights around 0.
     out[:, 4:8] = out[:, 8:12] = low | (high >> 4) << 6
     out[:, 12:16] = (high & 15) | (high & 15) << 4
     out[:, 16:] = packed.reshape(-1, 128)
@@ -94,7 +93,7 @@ def _q4_k(u: Bytes, packed: Bytes, d: float) -> Bytes:
 def _q2_k(u: Bytes, packed: Bytes, d: float) -> Bytes:
     scale = float(np.float16(16 * d))
     chunks = packed.reshape(-1, 4, 32)
-    # Each byte holds two bits of each of two sub-blocks.
+    # Each byte of q4_k has one code of each of two sub-blocks. Keep the upper two bits of each.
     upper = ((chunks >> 2) & 3) | (chunks >> 6) << 2
     out = np.empty((len(chunks), 84), np.uint8)
     out[:, 0:16] = np.repeat((u | u << 4).reshape(-1, 8), 2, axis=1)
@@ -113,10 +112,10 @@ def _q8_0(u: Bytes, packed: Bytes, d: float) -> Bytes:
 
 
 def zipf_use(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
-    """Probability [n_expert] that a token uses the expert of each rank, most used first.
+    """Return the probability [n_expert] that a token uses each expert, in decreasing order.
 
-    Proportional to rank**-s, sums to n_used, and capped at 0.98: a token uses an expert
-    once at most, so the head of a Zipf distribution saturates.
+    The probabilities are proportional to rank**-s and sum to n_used. They are limited to 0.98,
+    because a token can use an expert only once.
     """
     shape = np.arange(1, n_expert + 1, dtype=np.float64) ** -s
     low, high = 0.0, float(n_expert) / shape[-1]
@@ -127,9 +126,11 @@ def zipf_use(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
 
 
 def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.float64]:
-    """Offsets b [n_expert] so that the top n_used of b + N(0, 1) use each expert `use` often.
+    """Return biases b [n_expert] with which the top n_used of b + N(0, 1) have given frequencies.
 
-    Found by iteration on a fixed sample of 4096 tokens.
+    The biases are found by iteration on a fixed sample of 4096 tokens.
+
+    use: probability [n_expert] that a token uses each expert.
     """
     n_expert = len(use)
     noise = np.random.default_rng(20_26).standard_normal((4096, n_expert))
@@ -143,7 +144,12 @@ def router_bias(use: npt.NDArray[np.float64], n_used: int) -> npt.NDArray[np.flo
 
 
 def gate_power(bias: npt.NDArray[np.float64], n_used: int, spread: float, normed: bool) -> float:
-    """Mean over tokens of the sum of squared routing weights, softmax over spread*(b + N(0, 1))."""
+    """Return the mean over tokens of the sum of squared routing weights.
+
+    The weights are the top n_used values of softmax(spread * (b + N(0, 1))).
+
+    normed: whether the weights of a token are scaled to sum to 1.
+    """
     noise = np.random.default_rng(20_27).standard_normal((2048, len(bias)))
     p = np.exp(spread * (noise + bias))
     p = np.sort(p / p.sum(axis=1, keepdims=True), axis=1)[:, -n_used:]

@@ -1,4 +1,4 @@
-"""Writes a random-weight Mixture-of-Experts GGUF of a chosen shape."""
+"""Write a synthetic model to a GGUF file."""
 
 import math
 from collections.abc import Callable
@@ -35,13 +35,16 @@ def write(
     alignment: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Path:
-    """Writes the model and returns its path.
+    """Write a synthetic model and return the path.
 
-    tiers: one type gives an ordinary GGUF. Several, best first, give the multi-tier file, with
-    the best under the standard names, aligned to 4096 bytes. The same seed with another
-    single tier gives a second precision of the same model. q8_0, q4_k and q2_k approximate
-    the same weights; all others are Gaussians of their own and stand alone.
-    Raises TensorShapeError, QuantizeError or WriteError, all GGUFError.
+    shape: a shape, or the name of a preset.
+    tiers: one type for an ordinary GGUF, or several types, the best first, for a packed file. With
+        the same seed, files with q8_0, q4_k and q2_k are different precisions of the same model.
+        Other types have independent weights and cannot be combined.
+    routing: "uniform", or "zipf" for a Zipf law with exponent zipf_s.
+    alignment: alignment of tensor data in bytes. Default: 32, or 4096 for a packed file.
+    progress: called with the finished share, 0 to 1.
+    Raises TensorShapeError, QuantizeError or WriteError, which are all GGUFError.
     """
     if isinstance(shape, str):
         shape = preset(shape)
@@ -65,7 +68,7 @@ def write(
 
 
 def file_bytes(shape: Shape, tier: str) -> int:
-    """About how large a file of one tier is; QuantizeError for a type that there is not."""
+    """Return the total tensor size of a model with one tier. Raises QuantizeError."""
     types = _checked(shape, (tier,), ROUTINGS[0])
     tensors = ModelBuilder(shape, types, ROUTINGS[0], 1.0, 0).tensors()
     return sum(
@@ -80,12 +83,14 @@ def _checked(shape: Shape, tiers: tuple[str, ...], routing: str) -> list[GGMLTyp
         every = (*sw.GAUSSIAN_TYPES, *sw.BLOCK_TYPES, *DRAWN_TYPES)
         if kind is None or kind not in every:
             known = ", ".join(each.tier_name for each in every)
-            raise QuantizeError(f"no random weights of type '{name}': known are {known}")
+            raise QuantizeError(
+                f"random weights cannot have the type '{name}': known types are {known}"
+            )
         types.append(kind)
     if len(types) > 1 and not set(types) <= set(sw.BLOCK_TYPES):
         raise QuantizeError(
-            "only q8_0, q4_k and q2_k approximate the same weights; other types stand alone: "
-            "pack an f16 file to get more tiers"
+            "only q8_0, q4_k and q2_k can be combined: to get other tiers, write an f16 file and "
+            "pack it"
         )
     if routing not in ROUTINGS:
         raise QuantizeError(f"unknown routing '{routing}': known are {', '.join(ROUTINGS)}")

@@ -1,4 +1,4 @@
-"""Whether a model file is sound: its layout, its promises, and every block of its weights."""
+"""Verify a model file: its layout, its metadata, its checksums and every block of its weights."""
 
 from gguf_tools.verify.report import Problem, VerifyReport
 from gguf_tools.verify.verifying import verify

@@ -1,4 +1,4 @@
-"""Every block of every tensor through ggml's own validation, and its checksums on the way."""
+"""Check every block of every tensor with ggml's validation, and the checksums in the same pass."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from gguf_tools.verify.checksums import FileChecksums
 from gguf_tools.verify.report import Problem, VerifyReport, problem_at
 from gguf_tools.workers import Job, run_all
 
-# A tensor of noise has a finding in every block. They are one sentence, which counts up to here.
+# Maximum number of invalid blocks to count in one tensor. They are reported as one problem.
 MAX_COUNTED = 1000
 
 
@@ -25,6 +25,7 @@ def check_blocks(
     threads: int,
     progress: Progress | None,
 ) -> None:
+    """Check the data of all files and add the problems and counts to the report."""
     tensors = [(part, info) for part in parts for info in part.tensors.values()]
     report.n_tensors = len(tensors)
     bad: dict[tuple[Path, str], list[int]] = {}
@@ -56,7 +57,7 @@ def check_blocks(
         found = sorted(bad.get((part.path, info.name), ()))
         if info.type in unknown:
             report.problems.append(
-                problem_at(part, info, f"ggml has no check for {info.type.tier_name}")
+                problem_at(part, info, f"ggml cannot validate type {info.type.tier_name}")
             )
         elif found:
             report.problems.append(_block_problem(part, info, found))
@@ -71,8 +72,11 @@ def _check_run(
     run: tuple[int, int],
     found: list[int],
 ) -> int:
-    """Check (start, bytes) of a tensor; adds the numbers of its bad blocks to ``found``. ggml: None
-    where it has no check for the type."""
+    """Check a run (start, bytes) of a tensor's data. Return the number of bytes.
+
+    Numbers of invalid blocks are added to `found`. If ggml is None, because it cannot validate the
+    type, only the checksums are updated.
+    """
     start, nbytes = run
     part = sums.part
     sums.add(info, start, part.bytes_at(info.offset + start, nbytes))
@@ -96,7 +100,10 @@ def _check_run(
 
 
 def _block_problem(part: GGUFFile, info: TensorInfo, found: list[int]) -> Problem:
-    """One sentence for the bad blocks of a tensor, in order."""
+    """Return the problem that describes the invalid blocks of a tensor.
+
+    found: the numbers of the invalid blocks, sorted.
+    """
     block = found[0]
     size = BLOCK[info.type]
     offset = info.offset + block * size.bytes

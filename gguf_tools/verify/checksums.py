@@ -1,7 +1,8 @@
-"""The checksums of a model's files, against their bytes.
+"""Compare the contents of model files with their checksums.
 
-A packed file brings its own. One from the Hugging Face Hub lies in huggingface_hub's cache under
-its SHA-256. Any other GGUF has none, and damage that leaves every block finite stays unseen there.
+A packed file contains its own checksums. A file from the Hugging Face Hub has its SHA-256 as its
+name in huggingface_hub's cache. Other GGUF files have no checksums, so damage is only detected if
+it makes a value invalid.
 """
 
 import re
@@ -24,7 +25,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class FileChecksums:
-    """What one file must hold, and what was found in it so far."""
+    """The stored checksums of one file, and the checksums of its data read so far.
+
+    refused: error message if the stored checksums are unusable.
+    hub_hash: the file's SHA-256 according to the Hub, or None.
+    """
 
     def __init__(self, part: GGUFFile) -> None:
         self.part = part
@@ -44,16 +49,16 @@ class FileChecksums:
 
     @property
     def is_covered(self) -> bool:
-        """Whether all of the file can be checked."""
+        """Whether checksums cover the whole file."""
         return self._stored is not None or self.hub_hash is not None
 
     def add(self, info: TensorInfo, start: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Counts bytes of a tensor, from byte ``start`` of it on."""
+        """Add a piece of a tensor's data that begins at byte `start` of the tensor."""
         if self._stored is not None:
             self._found[info.name].add(start, data.data)
 
     def jobs(self) -> Iterator[Job]:
-        """What is to be read beside the tensors."""
+        """Yield the job that computes the SHA-256 of the whole file, if there is one to compare."""
         if self.hub_hash is not None:
             yield self._read_whole
 
@@ -62,14 +67,14 @@ class FileChecksums:
         return self.part.size
 
     def problems(self) -> Iterator[Problem]:
-        """What is not as it was written, when all has been added."""
+        """Yield the differences. All data must have been added and the jobs must have run."""
         part = self.part
         if self.refused is not None:
             yield Problem(self.refused, str(part.path))
         if self.hub_hash is not None and self._hash != self.hub_hash:
             yield Problem(
-                f"{part.path}: not what the Hub sent: its SHA-256 is {self._hash}: remove the file "
-                f"and pull it again",
+                f"{part.path}: the file differs from the one on the Hub (SHA-256 {self._hash}): "
+                f"remove the file and pull it again",
                 str(part.path),
             )
         if self._stored is None:
@@ -80,7 +85,7 @@ class FileChecksums:
             )
         for info in part.tensors.values():
             pairs = zip(self._stored[info.name], self._found[info.name].values(), strict=True)
-            bad = [index for index, (told, found) in enumerate(pairs) if told != found]
+            bad = [index for index, (expected, found) in enumerate(pairs) if expected != found]
             if bad:
                 yield _damaged(part, info, bad)
 
@@ -94,7 +99,7 @@ def _damaged(part: GGUFFile, info: TensorInfo, bad: list[int]) -> Problem:
 
 
 def _hub_hash(path: Path) -> str | None:
-    """The SHA-256 that the Hub gave a file in huggingface_hub's cache, None elsewhere."""
+    """Return the SHA-256 by which huggingface_hub's cache names a file, or None for other files."""
     try:
         blob = path.resolve(strict=True)
     except OSError:

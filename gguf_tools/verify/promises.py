@@ -1,4 +1,4 @@
-"""What the metadata promises of experts and tiers, against what is there."""
+"""Compare the metadata on experts and tiers with the tensors of a model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,10 @@ _ROUTER = re.compile(r"blk\.([0-9]{1,9})\.ffn_gate_inp\.weight")
 
 
 def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Problem]:
-    """What the metadata promises of experts and tiers."""
+    """Yield the contradictions between the metadata and the experts and tiers in the files.
+
+    Also sets the report's `tiers` and `no_experts`.
+    """
     first = parts[0]
     try:
         tiers = announced_tiers(first)
@@ -36,7 +39,7 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
         return
     try:
         n_layers = routed_blocks(first)
-    except GGUFError:  # What is wrong there is found below.
+    except GGUFError:  # ExpertModel.of_parts reports the problem below.
         n_layers = MAX_LAYERS
     found = list(_tier_problems(parts, tiers, n_layers)) if tiers != [""] else []
     yield from found
@@ -49,7 +52,7 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
             yield Problem(str(error), str(first.path))
         return
     except GGUFError as error:
-        # Nothing is said twice of a tensor that was named above.
+        # Do not report a tensor twice.
         if not any(each.tensor and each.tensor in str(error) for each in found):
             yield Problem(str(error), str(first.path))
         return
@@ -65,25 +68,26 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
 
 
 def _announces_experts(first: GGUFFile) -> bool:
-    """Whether the metadata says that the model has experts."""
+    """Return whether the metadata states a number of experts."""
     count = first.metadata.get(f"{first.metadata.get('general.architecture')}.expert_count", 0)
     return bool(count)
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
-    """Finds keys of ours that do not exist, tiers whose name is no type, statements that are no
-    texts, and fallbacks that are not stated."""
+    """Yield problems of the `moe_edge.*` metadata: unknown keys, tiers that are not named after a
+    type, values that should be texts, and fallbacks that are not recorded."""
     for key in first.metadata:
         if key.startswith(layout.KEY_PREFIX) and key not in _OWN_KEYS:
-            yield Problem(f"{first.path}: key {key}: unknown", str(first.path))
+            yield Problem(f"{first.path}: key {key}: unknown key", str(first.path))
     for tier in model.tiers:
         if layout.type_by_name(tier.name) is None:
             yield Problem(
-                f"{first.path}: key {layout.KEY_TIERS}: {tier.name} is no type", str(first.path)
+                f"{first.path}: key {layout.KEY_TIERS}: {tier.name} is not a ggml type",
+                str(first.path),
             )
     for key in (layout.KEY_QUANTIZATION, layout.KEY_CALIBRATION):
         if not isinstance(first.metadata.get(key, ""), str):
-            yield Problem(f"{first.path}: key {key}: not a text", str(first.path))
+            yield Problem(f"{first.path}: key {key}: expected a text", str(first.path))
     needed: dict[str, None] = {}
     for shapes in model.shapes:
         for kind, shape in enumerate(shapes):
@@ -94,7 +98,7 @@ def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem
     for text in needed:
         if text not in model.fallbacks:
             yield Problem(
-                f"{first.path}: key {layout.KEY_FALLBACKS} does not say: {text}", str(first.path)
+                f"{first.path}: key {layout.KEY_FALLBACKS} lacks the entry {text}", str(first.path)
             )
 
 
@@ -108,23 +112,23 @@ def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
         and np.allclose(stated, actual, atol=_BPW_TOLERANCE)
     )
     if not same:
-        held = ", ".join(f"{each:.2f}" for each in actual)
-        said = "is missing" if stated is None else f"{stated!r:.80}"
+        expected = ", ".join(f"{each:.2f}" for each in actual)
+        value = "is missing" if stated is None else f"{stated!r:.80}"
         yield Problem(
-            f"{first.path}: key {layout.KEY_TIER_BPW} {said}, but the tiers hold {held}"
+            f"{first.path}: key {layout.KEY_TIER_BPW} {value}, but the tiers have {expected}"
             " bits per weight",
             str(first.path),
         )
 
 
 def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -> Iterator[Problem]:
-    """Finds expert matrices of the first n_layers that lack a tier, have another type than the
-    announced one, or do not start at a whole disk block."""
+    """Yield the expert matrices of the first n_layers layers that lack a tier, whose type is not
+    that of their tier, or that are not aligned to disk blocks."""
     first = parts[0]
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(
-            f"{first.path}: alignment {first.alignment}; an expert file is aligned to"
-            f" {layout.EXPERT_ALIGNMENT} bytes",
+            f"{first.path}: alignment {first.alignment}, but a packed file needs a multiple of"
+            f" {layout.EXPERT_ALIGNMENT}",
             str(first.path),
         )
     where = {info.name: (part, info) for part in parts for info in part.tensors.values()}
@@ -132,35 +136,41 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
         parsed = parse_expert_name(info.name)
         if parsed is None or parsed.il >= n_layers:
             if layout.TIER_MARK in info.name:
-                yield problem_at(part, info, "not a tier of an expert matrix")
+                yield problem_at(part, info, "named like a tier, but not an expert matrix")
             continue
-        asked = tiers[0] if parsed.tier is None else parsed.tier
-        if asked not in tiers or (parsed.tier is not None and asked == tiers[0]):
+        tier_name = tiers[0] if parsed.tier is None else parsed.tier
+        if tier_name not in tiers or (parsed.tier is not None and tier_name == tiers[0]):
             yield problem_at(
-                part, info, f"key {layout.KEY_TIERS} does not list {asked} as a lower tier"
+                part, info, f"key {layout.KEY_TIERS} does not list {tier_name} as a lower tier"
             )
             continue
-        declared = layout.type_by_name(asked)
+        declared = layout.type_by_name(tier_name)
         fitting = None if declared is None else layout.fitting_type(declared, info.shape[0])
         if fitting is not None and info.type != fitting:
             yield problem_at(
-                part, info, f"{info.type.tier_name}, but tier {asked} is {fitting.tier_name} there"
+                part,
+                info,
+                f"type {info.type.tier_name}, but tier {tier_name} requires {fitting.tier_name}",
             )
         if len(parts) == 1 and info.offset % layout.EXPERT_ALIGNMENT:
-            yield problem_at(part, info, f"not a multiple of {layout.EXPERT_ALIGNMENT}")
+            yield problem_at(
+                part, info, f"the offset is not a multiple of {layout.EXPERT_ALIGNMENT}"
+            )
         if parsed.tier is not None:
             base = expert_tensor_name(parsed.il, parsed.kind)
             if base not in where:
-                yield problem_at(part, info, f"its best tier {base} is missing")
+                yield problem_at(part, info, f"the best tier {base} is missing")
             elif where[base][1].shape != info.shape:
                 best = list(where[base][1].shape)
-                yield problem_at(part, info, f"shape {list(info.shape)}; its best tier is {best}")
+                yield problem_at(
+                    part, info, f"shape {list(info.shape)}, but {best} in its best tier"
+                )
             continue
         for tier in tiers[1:]:
             name = expert_tensor_name(parsed.il, parsed.kind, tier)
             if name not in where:
                 yield Problem(
-                    f"{part.path}: tensor {name} is missing, but key {layout.KEY_TIERS} announces"
+                    f"{part.path}: tensor {name} is missing, but key {layout.KEY_TIERS} lists"
                     f" tier {tier}",
                     str(part.path),
                     name,

@@ -1,4 +1,4 @@
-"""Findings of ``verify``, each a sentence, and the report that holds them."""
+"""The report of `verify` and its problems."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +9,10 @@ from gguf_tools.file.reader import GGUFFile
 
 
 class Problem(NamedTuple):
-    """One finding: a sentence that starts with the file, and the place where there is one.
+    """A problem found in a file, as a sentence that starts with the file name, and its position.
 
-    offset counts bytes from the start of the file, block from the start of the tensor.
+    offset: byte offset in the file.
+    block: number of the quantization block in the tensor.
     """
 
     text: str
@@ -23,11 +24,13 @@ class Problem(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was looked at, and what was found. ``nbytes`` counts the tensor data checked.
+    """Result of `verify`.
 
-    ``unchecked`` are files without checksums, where damage that leaves every block finite stays
-    unseen. ``no_experts`` says that the file is of a model without experts, which is no damage;
-    empty for a Mixture-of-Experts model."""
+    files, tiers: what was verified.
+    n_tensors, n_blocks, nbytes: amount of tensor data that was checked.
+    unchecked: files without checksums, in which not all damage can be detected.
+    no_experts: a note if the model has no experts, which is not a problem. Otherwise empty.
+    """
 
     files: list[Path]
     tiers: list[str]
@@ -40,7 +43,7 @@ class VerifyReport:
     no_experts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report ready for JSON. Sizes are bytes."""
+        """Return the report as a JSON-serializable dict. Sizes are in bytes."""
         return {
             "ok": not self.problems,
             "files": [str(path) for path in self.files],
@@ -55,5 +58,6 @@ class VerifyReport:
 
 
 def problem_at(part: GGUFFile, info: TensorInfo, text: str) -> Problem:
+    """Return a problem of a tensor, whose sentence names the file, the tensor and its offset."""
     where = f"{part.path}: tensor {info.name}: offset {info.offset}"
     return Problem(f"{where}: {text}", str(part.path), info.name, info.offset)

@@ -1,4 +1,4 @@
-"""Whether the bytes of a file lie where llama.cpp wants them, and belong to one model."""
+"""Check that tensors are placed as llama.cpp requires, and that all parts belong to one model."""
 
 from collections.abc import Iterator
 
@@ -9,22 +9,26 @@ from gguf_tools.verify.report import Problem, problem_at
 
 
 def layout_problems(part: GGUFFile) -> Iterator[Problem]:
-    """Tensors follow each other in the order of their list, with nothing but zero padding
-    between them: llama.cpp refuses anything else."""
+    """Yield tensors that are not placed in list order with only zero padding between them.
+
+    llama.cpp refuses to load such a file.
+    """
     end = part.data_offset
     previous = "the header"
     for info in part.tensors.values():
         expected = layout.pad(end, part.alignment)
         if info.offset != expected:
-            yield problem_at(part, info, f"expected at {expected}, behind {previous}")
-        elif _holds_data(part, end, info.offset):
-            yield problem_at(part, info, f"data between it and the end of {previous} at {end}")
+            yield problem_at(part, info, f"expected at offset {expected}, after {previous}")
+        elif _has_data(part, end, info.offset):
+            yield problem_at(
+                part, info, f"the padding after {previous}, which ends at {end}, is not zero"
+            )
         end, previous = info.offset + info.nbytes, info.name
     if part.tensors:
         last = max(info.offset + info.nbytes for info in part.tensors.values())
-        if part.size > layout.pad(last, part.alignment) or _holds_data(part, last, part.size):
+        if part.size > layout.pad(last, part.alignment) or _has_data(part, last, part.size):
             yield Problem(
-                f"{part.path}: {part.size - last} bytes behind the last tensor, which ends at"
+                f"{part.path}: {part.size - last} extra bytes after the last tensor, which ends at"
                 f" {last}",
                 str(part.path),
                 offset=last,
@@ -32,11 +36,11 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """Parts of another quantization of the same model.
+    """Yield parts of a split model that come from another quantization of the same model.
 
-    Their headers cannot tell, since parts but the first say nothing of the model, and names,
-    shapes and counts are equal. Such a part is known by its expert matrices: none of them, of any
-    kind, has a type that this kind has in another part.
+    Their headers do not differ, because only the first part has the model's metadata. Such a part
+    is recognized by the types of its expert matrices: it shares no type with the other parts for
+    any matrix kind.
     """
     types = [_expert_types(part) for part in parts]
     for index, (part, own) in enumerate(zip(parts, types, strict=True)):
@@ -53,14 +57,14 @@ def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
                 for found in (own, others)
             )
             yield Problem(
-                f"{part.path}: a part of another quantization? Its experts are {have}, those of the"
-                f" other parts {rest}",
+                f"{part.path}: this part seems to belong to another quantization: its experts are"
+                f" {have}, but {rest} in the other parts",
                 str(part.path),
             )
 
 
 def _expert_types(part: GGUFFile) -> dict[tuple[int, str | None], set[GGMLType]]:
-    """ggml types by matrix kind and tier."""
+    """Return the ggml types of a file's experts by matrix kind and tier."""
     types: dict[tuple[int, str | None], set[GGMLType]] = {}
     for info in part.tensors.values():
         parsed = parse_expert_name(info.name)
@@ -69,6 +73,6 @@ def _expert_types(part: GGUFFile) -> dict[tuple[int, str | None], set[GGMLType]]
     return types
 
 
-def _holds_data(part: GGUFFile, start: int, end: int) -> bool:
-    """Whether a byte that should be padding is not zero."""
+def _has_data(part: GGUFFile, start: int, end: int) -> bool:
+    """Return whether any byte of a padding range is not zero."""
     return 0 < end - start <= part.alignment and bool(part.bytes_at(start, end - start).any())

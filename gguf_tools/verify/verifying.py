@@ -1,9 +1,4 @@
-"""``verify``: every block of every tensor through ggml's own validation, and what the
-metadata says of the file against what is there.
-
-Other tools stop at the first thing that is wrong; here each finding is a sentence, and the
-search goes on.
-"""
+"""Verify a model: collect all problems of its files instead of stopping at the first one."""
 
 import time
 from pathlib import Path
@@ -29,12 +24,16 @@ def verify(
     threads: int | None = None,
     ggml: Ggml | None = None,
 ) -> VerifyReport:
-    """Check all parts of a model. ``low`` is checked as well, and that it is the same model in a
-    lower precision. ``progress`` gets the finished share, 0 to 1.
+    """Verify all files of a model and return a report of the problems found.
 
-    Findings are in the report. A file whose structure cannot be followed (cut short, counts
-    that do not fit, overlapping tensors, a part missing) is one finding that ends the search.
-    Raises GGUFError only where ggml cannot be loaded.
+    A file that cannot be parsed, because it is truncated, has impossible counts or overlapping
+    tensors, or lacks a part, is reported as one problem and not checked further. Raises GGUFError
+    only if the ggml library cannot be loaded.
+
+    low: a file of the same model in a lower precision, which is verified too.
+    progress: called with the finished share, 0 to 1.
+    threads: number of threads. Default: the usable cores.
+    ggml: the ggml library. Default: the built one.
     """
     started = time.monotonic()
     models = [Path(path)] + ([] if low is None else [Path(low)])

@@ -1,7 +1,6 @@
 """What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
 
 import pytest
-from orchestrator.serve.runtime import kept_prompts
 
 from orchestrator.events import Phase
 from orchestrator.native import touched_memory

@@ -5,8 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from orchestrator.runtime.engine import Engine
-from orchestrator.serve.runtime import SCORED_TOKENS, Stopped, server_config
 
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge

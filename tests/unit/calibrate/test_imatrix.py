@@ -112,7 +112,7 @@ def test_an_expert_that_saw_too_little_gets_the_mean_of_its_layer(model):
         importance = ExpertImportance(imatrix, facts)
     assert importance.weak == [(1, 3, 0), (1, 5, LEAST_TOKENS - 1)]
     note = importance.note()
-    assert note is not None and note.startswith("2 experts saw fewer than 32 tokens")
+    assert note is not None and note.startswith("2 experts saw fewer than 32 calibration tokens")
     assert "3 of layer 1 (0), 5 of layer 1 (31)" in note
     mean = (100 * (1 + 2 + 3 + 5 + 7 + 8) + 1000) / (6 * 100 + LEAST_TOKENS - 1)
     for expert, expected in ((3, mean), (5, mean), (4, 5), (7, 8)):
@@ -135,7 +135,10 @@ def test_gate_and_up_may_be_fused_in_one_of_the_files(ggml, tmp_path):
 @pytest.mark.parametrize(
     ("imatrix", "message"),
     [
-        (made(layers=2), r"made: no importance of blk\.2\.ffn_up_exps\.weight: made with another"),
+        (
+            made(layers=2),
+            r"made: no entry for blk\.2\.ffn_up_exps\.weight: the file was made with another",
+        ),
         (made(n=4), r"made: blk\.0\.ffn_up_exps\.weight: 1024 values and 4 counts, but .*tiny"),
         (made(width=512), r"4096 values and 8 counts, but .* has 8 experts with rows of 256"),
     ],

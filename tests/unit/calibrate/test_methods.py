@@ -80,7 +80,7 @@ def test_columns_without_importance_keep_their_weights(kind, ggml):
 @pytest.mark.parametrize(("n", "value"), [(256, 1), (512, -1), (512, np.nan), (512, np.inf)])
 def test_impossible_importance_is_refused(n, value, ggml):
     importance = np.full(n, value, np.float32)
-    with pytest.raises(errors.QuantizeError, match="must be 512 finite values, none negative"):
+    with pytest.raises(errors.QuantizeError, match="must be 512 finite, non-negative values"):
         ggml.quantize(GGMLType.Q4_K, matrix()[0], importance)
 
 
@@ -101,7 +101,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     result = run(small, first, *tiers, "--method", "imatrix", "--calib", text)
     assert result.exit_code == 0, result.output
-    assert "experts saw fewer than 32 tokens" in result.output
+    assert "experts saw fewer than 32 calibration tokens" in result.output
     assert "3 of layer 0 (0)" in result.output
     with Capture(small, threads=1) as capture, ExpertModel.open(small) as facts:
         calibration = read_calibration(capture.tokenize, text)

@@ -163,7 +163,7 @@ def test_a_cut_file(model, tmp_path):
     cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
     assert done.exit_code == 1
-    assert done.stdout.count("reach past the end of the file") == 1
+    assert done.stdout.count("extend past the end of the file") == 1
     assert "Not good: 1 problem, see above." in done.stdout
     assert done.stderr == ""
 

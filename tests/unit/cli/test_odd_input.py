@@ -139,8 +139,8 @@ def test_an_endless_stdin_is_refused(monkeypatch):
 @cases(
     "data, status, stdout, said",
     ("hello".encode("utf-8-sig"), 0, "Hi there!\n", ""),
-    ("hello".encode("utf-16"), 1, "", "Error: stdin: it is in UTF-16; save it as UTF-8"),
-    (b"h\xf6llo", 1, "", "Error: stdin: it is not a text in UTF-8, at byte 1 (0xf6)"),
+    ("hello".encode("utf-16"), 1, "", "Error: stdin: the text is in UTF-16: save it as UTF-8"),
+    (b"h\xf6llo", 1, "", "Error: stdin: not UTF-8 text (byte 0xf6 at offset 1)"),
 )
 def test_stdin_is_utf8(data, status, stdout, said):
     result = subprocess.run([*FAKE, "chat", "-m", "odd.gguf"], input=data, capture_output=True)
@@ -149,11 +149,14 @@ def test_stdin_is_utf8(data, status, stdout, said):
 
 
 TEMPLATES = {
-    "Latin-1": (lambda path: path.write_bytes(b"{{ 'w\xf6' }}"), "not a text in UTF-8, at byte 5"),
+    "Latin-1": (
+        lambda path: path.write_bytes(b"{{ 'w\xf6' }}"),
+        "not UTF-8 text (byte 0xf6 at offset 5)",
+    ),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     "a pipe": (os.mkfifo, "not a regular file"),
     "nothing in it": (lambda path: path.touch(), "the file is empty"),
-    "too long": (lambda path: path.write_text("x" * (1 << 20)), "more than 524,288 bytes"),
+    "too long": (lambda path: path.write_text("x" * (1 << 20)), "maximum of 524,288 bytes"),
 }
 
 

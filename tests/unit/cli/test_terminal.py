@@ -220,11 +220,11 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     assert "<Grüße\n\nwhat is it?>" in terminal.ask("what is it?")
     assert "<what is it?>" in terminal.ask("what is it?")
     text.write_bytes(b"ab\xff")
-    assert f"Error: {text}: it is not a text in UTF-8, at byte 2" in terminal.ask(f"/read {text}")
+    assert f"Error: {text}: not UTF-8 text (byte 0xff at offset 2)" in terminal.ask(f"/read {text}")
     # Zeros are UTF-8, and no text; a long file of them is not to be cut to the context either.
     for data in (b"ab\0", b"ab\0" * 10**6):
         text.write_bytes(data)
-        assert f"Error: {text}: it is not a text in UTF-8, at byte 2" in terminal.ask(
+        assert f"Error: {text}: not UTF-8 text (byte 0x00 at offset 2)" in terminal.ask(
             f"/read {text}"
         )
     text.write_text("x" * 10**6)

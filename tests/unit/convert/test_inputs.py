@@ -181,46 +181,61 @@ def written_by_mlx(folder):
     save_file(found, folder / "model.safetensors", metadata={"format": "mlx"})
 
 
-BY_BITSANDBYTES = "quantized by bitsandbytes, .*: convert the checkpoint that it was made from"
-BY_MLX = "written by Apple's MLX, .*: convert the checkpoint that it was made from"
+BY_BITSANDBYTES = "quantized by bitsandbytes, .*: convert the original, unquantized checkpoint"
+BY_MLX = "written by Apple's MLX, .*: convert the original, unquantized checkpoint"
 NOT_FINITE = ": a value is not finite"
 # name: what is done to a checkpoint, and what the sentence has, as a regular expression.
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 FAULTS = {
-    "no config": (text("config.json", None), "config.json: is missing"),
+    "no config": (text("config.json", None), "config.json: the file is missing"),
     "broken config": (text("config.json", "{"), "config.json: not JSON"),
     "a config with a mark": (
         text("config.json", "\ufeff{}"),
         "config.json: begins with a byte order",
     ),
-    "a config in UTF-16": (text("config.json", "{}", "utf-16"), "config.json: it is in UTF-16"),
+    "a config in UTF-16": (
+        text("config.json", "{}", "utf-16"),
+        "config.json: the text is in UTF-16",
+    ),
     "a list for a config": (text("config.json", "[1]"), "config.json: not a JSON object"),
-    "no architecture": (config(architectures=None), "config.json: names no architecture"),
+    "no architecture": (config(architectures=None), "config.json: no architecture"),
     "unknown architecture": (
         config(architectures=["FancyForCausalLM"], model_type="fancy"),
-        "does not know the architecture FancyForCausalLM",
+        "does not support the architecture FancyForCausalLM",
     ),
     "more experts announced": (config(num_experts=9, num_local_experts=9), "experts are missing"),
     "cut data": (shard(1, lambda data: data[:-7]), SHARD.format(2) + "tensor"),
-    "cut header": (shard(1, lambda data: data[:100]), SHARD.format(2) + "ends inside its header"),
-    "empty shard": (shard(0, lambda data: b""), SHARD.format(1) + "ends inside its header"),
+    "cut header": (
+        shard(1, lambda data: data[:100]),
+        SHARD.format(2) + "truncated inside the header",
+    ),
+    "empty shard": (shard(0, lambda data: b""), SHARD.format(1) + "truncated inside the header"),
     "no safetensors": (
         shard(0, headed(9, b"<html>404")),
-        SHARD.format(1) + "its header is not JSON",
+        SHARD.format(1) + "not a safetensors file: the header is not JSON",
     ),
-    "huge header": (shard(0, headed(1 << 62, b"{}")), SHARD.format(1) + "ends inside its header"),
-    "missing shard": (shard(2, lambda data: None), SHARD.format(3) + "is missing"),
-    "missing shard without index": (one_shard_without_index, SHARD.format(3) + "is missing"),
+    "huge header": (
+        shard(0, headed(1 << 62, b"{}")),
+        SHARD.format(1) + "truncated inside the header",
+    ),
+    "missing shard": (
+        shard(2, lambda data: None),
+        SHARD.format(3) + "one of . weight files is missing",
+    ),
+    "missing shard without index": (
+        one_shard_without_index,
+        SHARD.format(3) + "one of . weight files is missing",
+    ),
     "an index that leads out": (an_index_that_leads_out, "is outside of the folder"),
     "no weights": (no_weights, "no weights"),
     "no tokenizer": (text("tokenizer.json", None), "no tokenizer"),
     "a template that is no text": (
         lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"),
-        "chat_template.jinja: is not UTF-8",
+        "chat_template.jinja: not UTF-8",
     ),
     "broken tokenizer": (text("tokenizer.json", "{]"), "tokenizer.json: not JSON"),
-    "unknown splits": (unknown_splits, "splits text by rules that llama.cpp does not know"),
+    "unknown splits": (unknown_splits, "llama.cpp does not support the tokenizer's pre-tokenizer"),
     "unknown quantization": (config(quantization_config={"quant_method": "secret"}), "secret"),
     "by bitsandbytes": (
         config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -248,7 +263,10 @@ FAULTS = {
         fp8_without_scale,
         r"experts\.3\.up_proj\.weight has no scale \(.*weight_scale_inv is missing\)",
     ),
-    "unknown rope": (rope(rope_type="fancy", factor=4.0), "config.json: the rope type 'fancy'"),
+    "unknown rope": (
+        rope(rope_type="fancy", factor=4.0),
+        "config.json: llama.cpp's converter does not support the RoPE scaling 'fancy'",
+    ),
     "rope of other architectures": (
         rope(
             rope_type="llama3",
@@ -257,7 +275,7 @@ FAULTS = {
             high_freq_factor=4.0,
             original_max_position_embeddings=256,
         ),
-        "config.json: upstream's converter drops the rope type 'llama3' for this architecture",
+        "config.json: llama.cpp's converter does not support the RoPE scaling 'llama3' for this",
     ),
     "rope without a factor": (
         rope(rope_type="yarn", original_max_position_embeddings=128),
@@ -265,14 +283,14 @@ FAULTS = {
     ),
     "rope in the older form": (
         config(rope_parameters=None, rope_scaling={"type": "fancy", "factor": 4.0}),
-        "config.json: the rope type 'fancy'",
+        "config.json: llama.cpp's converter does not support the RoPE scaling 'fancy'",
     ),
     "missing expert": (
         tensors(lambda found: found.pop(EXPERT)),
-        "experts are missing: model.layers.1.mlp.experts",
+        "experts are missing: the layer of model.layers.1.mlp.experts",
     ),
     "unknown tensor": (put("model.layers.1.odd", np.ones(3, "f4")), "model.layers.1.odd"),
-    "odd shape": (put(EXPERT, np.ones((3, 64), "f4")), "upstream's converter"),
+    "odd shape": (put(EXPERT, np.ones((3, 64), "f4")), "llama.cpp's converter"),
     "not a number": (put(EXPERT, np.nan, (2, 3)), "blk.1.ffn_up_exps.weight" + NOT_FINITE),
     "infinite norm": (put("model.norm.weight", np.inf, 5), "output_norm.weight" + NOT_FINITE),
 }
@@ -314,8 +332,8 @@ def converted(folder, out):
 
 
 FRONT = "---\n{}\n---\n# A model\n"
-NO_LIST = "README.md: not copied, since a text or a list of texts is expected: {}"
-NO_FIELDS = "README.md: its metadata is not copied: {}"
+NO_LIST = "README.md: fields not copied (expected a text or a list of texts): {}"
+NO_FIELDS = "README.md: the metadata is not copied: {}"
 BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab", "bc", strict=True))
 
 
@@ -342,11 +360,21 @@ BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab", 
     (FRONT.format(f"a: &a [x]\n{BOMB}tags: *c"), "tags", None, NO_LIST.format("tags")),
     (FRONT.format('tags: ["\\uD83D"]'), "tags", None, "README.md"),
     (FRONT.format("a: !!python/object/apply:os.abort []"), "tags", None, ""),
-    (FRONT.format("base_model: ["), "tags", None, NO_FIELDS.format("it is not YAML in line 3: ")),
-    (FRONT.format("- a"), "tags", None, NO_FIELDS.format("its front matter is not a mapping")),
-    (FRONT.format("text"), "tags", None, NO_FIELDS.format("its front matter is not a mapping")),
-    (FRONT.format("[" * 9999), "tags", None, "README.md: its metadata is not copied: it is n"),
-    (FRONT.format("license: é").encode("latin-1"), "license", None, NO_FIELDS.format("it is not")),
+    (FRONT.format("base_model: ["), "tags", None, NO_FIELDS.format("not valid YAML in line 3: ")),
+    (FRONT.format("- a"), "tags", None, NO_FIELDS.format("the front matter is not a mapping")),
+    (FRONT.format("text"), "tags", None, NO_FIELDS.format("the front matter is not a mapping")),
+    (
+        FRONT.format("[" * 9999),
+        "tags",
+        None,
+        "README.md: the metadata is not copied: the front matter is n",
+    ),
+    (
+        FRONT.format("license: é").encode("latin-1"),
+        "license",
+        None,
+        NO_FIELDS.format("the file is not"),
+    ),
 )
 def test_odd_front_matter_is_left_out(whole, tmp_path, text, key, value, note):
     """One note names the file, and the model is written."""
@@ -362,7 +390,7 @@ def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("gguf_tools.convert.model_card.MAX_BYTES", 64)
     (folder / "README.md").write_text("---\nlicense: mit\n" + "a: é\n" * 99)
     _, said = converted(folder, tmp_path / "out.gguf")
-    assert "README.md: its metadata is not copied: its front matter does not end within" in said
+    assert "README.md: the metadata is not copied: the front matter is longer than" in said
 
 
 @cases(
@@ -398,7 +426,10 @@ def test_further_templates_are_kept_beside_it(folder, tmp_path):
     ({"rope_type": "default"}, ""),
     ({"rope_type": "linear", "factor": 4.0}, ""),
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, ""),
-    ({"rope_type": "dynamic", "factor": 4.0}, "config.json: the rope type 'dynamic' is not conv"),
+    (
+        {"rope_type": "dynamic", "factor": 4.0},
+        "config.json: the RoPE scaling 'dynamic' is not conv",
+    ),
 )
 def test_a_rope_type_that_is_known(folder, tmp_path, parameters, note):
     rope(**parameters)(folder)
@@ -413,7 +444,7 @@ def test_a_warning_of_upstreams_reaches_the_user(folder, tmp_path):
     change_json(folder / "tokenizer_config.json", chat_template=5)
     _, said = converted(folder, tmp_path / "out.gguf")
     assert said.startswith("Note: ") and len(said.splitlines()) == 1
-    assert "upstream's converter warns: Bad type for chat_template" in said
+    assert "warning of llama.cpp's converter: Bad type for chat_template" in said
 
 
 OWN_TOKENIZER = """
@@ -435,7 +466,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
         auto_map={"AutoTokenizer": [None, "mine.Mine"]},
     )
     (folder / "mine.py").write_text(OWN_TOKENIZER.format(trace))
-    assert "give --trust-remote-code" in said(folder)
+    assert "use --trust-remote-code" in said(folder)
     assert not trace.exists()
     result = run("convert", folder, tmp_path / "out.gguf", *TIERS, "--trust-remote-code")
     assert result.exit_code == 0, result.output
@@ -450,22 +481,22 @@ def test_a_source_that_is_no_checkpoint_of_experts(tmp_path):
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "dense")
     checkpoints.save_tokenizer("qwen2", tmp_path / "dense")
     found = said(tmp_path / "dense")
-    assert "Qwen3ForCausalLM has no experts: not a Mixture-of-Experts model" in found
+    assert "not a Mixture-of-Experts model: Qwen3ForCausalLM has no experts" in found
 
 
 def test_a_target_that_cannot_be_written(folder, tmp_path):
-    assert "there is no folder" in said(folder, out=tmp_path / "none" / "out.gguf")
+    assert "does not exist" in said(folder, out=tmp_path / "none" / "out.gguf")
     (tmp_path / "taken").mkdir()
     assert "is a folder" in said(folder, out=tmp_path / "taken")
     (tmp_path / "locked").mkdir(mode=0o555)
     if os.geteuid():  # root may write everywhere
-        assert "cannot be written" in said(folder, out=tmp_path / "locked" / "out.gguf")
+        assert "no permission to write" in said(folder, out=tmp_path / "locked" / "out.gguf")
 
 
 @cases(
     "tiers, words",
     ("f17", "unknown tier f17"),
-    ("q2_k,q4_k", "list tiers best first"),
+    ("q2_k,q4_k", "list the best tier first"),
     ("f16,f16", "not below"),
 )
 def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):
@@ -476,7 +507,7 @@ def test_tiers_are_checked_before_anything_is_read(folder, tiers, words):
 def test_no_space(folder, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 4096))
-    assert "only 0.0 MiB are free" in said(folder)
+    assert "only 0.0 MiB free" in said(folder)
 
 
 def test_the_header_is_shown_before_anything_is_computed(folder, tmp_path):

@@ -6,7 +6,6 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 from answering import evaluated, first_logits
-from orchestrator.runtime.engine import Engine
 from orchestrator.serve.backend import Backend
 from served import server_library
 

@@ -85,22 +85,22 @@ LLAMA = "Failed to load shared library '/e/libllama.so': "
     "said, why",
     (
         f"{LLAMA}/opt/conda/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x)",
-        "/opt/conda/lib/libstdc++.so.6 has no GLIBCXX_3.4.32, so it is older than what llama.cpp "
-        "was built with: if it belongs to another program, such as conda, update it, or take its "
-        "folder out of LD_LIBRARY_PATH; if it is the system's own, run `make build` in a clone on "
-        "this system",
+        "/opt/conda/lib/libstdc++.so.6 has no GLIBCXX_3.4.32, so it is older than the version "
+        "that llama.cpp was built with: if the library belongs to another program, such as conda, "
+        "update it, or remove its folder from LD_LIBRARY_PATH; if it belongs to the system, run "
+        "`make build` in a clone on this system",
     ),
     (
         "/lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.38' not found (required by y)",
-        "/lib/x86_64-linux-gnu/libc.so.6 has no GLIBC_2.38, so it is older than what llama.cpp was "
-        "built with: run `make build` in a clone on this system",
+        "/lib/x86_64-linux-gnu/libc.so.6 has no GLIBC_2.38, so it is older than the version that "
+        "llama.cpp was built with: run `make build` in a clone on this system",
     ),
 )
 def test_an_older_library_gets_its_own_remedy(said, why, monkeypatch):
     def refused(_name):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(built, "_first", lambda: [])
+    monkeypatch.setattr(built, "_preloads", lambda: [])
     monkeypatch.setattr(built, "import_module", refused)
     with pytest.raises(built.NotBuilt) as caught:
         built.bindings.__wrapped__()

@@ -89,7 +89,7 @@ def test_packed_file(tmp_path):
         assert (high.type, low.type) == (GGMLType.Q8_0, GGMLType.Q4_0)
         assert high.offset % 4096 == low.offset % 4096 == 0
         assert model.tier_index("Q4_0") == 1
-        with pytest.raises(errors.MissingTierError, match="it holds q8_0, q4_0"):
+        with pytest.raises(errors.MissingTierError, match="choose one of q8_0, q4_0"):
             model.tier_index("q2_k")
 
 
@@ -216,16 +216,16 @@ Q4_0 = GGMLType.Q4_0
 
 @cases(
     "says, changes",
-    ("architecture 'olmoe' here, 'qwen3moe' there", {"arch": "olmoe"}),
-    ("MoE layers [0] here, [0, 1] there", {"low": of_one_type(Q4_0, layers=[0])}),
-    ("experts 2 here, 4 there", {"low": of_one_type(Q4_0, n_expert=2), "expert_count": 2}),
-    ("experts per token 1 here, 2 there", {"expert_used_count": 1}),
-    ("shape of up in layer 0 (64, 64) here, (64, 32) there", {"low": of_one_type(Q4_0, n_ff=64)}),
-    ("shape of up in layer 0 None here", {"low": of_one_type(Q4_0, fused=True)}),
-    ("head_count_kv 1 here, 2 there", {"head_count_kv": 1}),
-    ("key tokenizer.ggml.model 't5' here", {"tokenizer.ggml.model": "t5"}),
-    ("tokenizer.ggml.tokens[2] 'd' here, 'c' there", {"tokenizer.ggml.tokens": ["a", "b", "d"]}),
-    ("length of tokenizer.ggml.tokens 2 here, 3 there", {"tokenizer.ggml.tokens": ["a", "b"]}),
+    ("architecture: 'olmoe', but 'qwen3moe' in", {"arch": "olmoe"}),
+    ("MoE layers: [0], but [0, 1] in", {"low": of_one_type(Q4_0, layers=[0])}),
+    ("experts: 2, but 4 in", {"low": of_one_type(Q4_0, n_expert=2), "expert_count": 2}),
+    ("experts per token: 1, but 2 in", {"expert_used_count": 1}),
+    ("shape of up in layer 0: (64, 64), but (64, 32) in", {"low": of_one_type(Q4_0, n_ff=64)}),
+    ("shape of up in layer 0: None, but", {"low": of_one_type(Q4_0, fused=True)}),
+    ("head_count_kv: 1, but 2 in", {"head_count_kv": 1}),
+    ("key tokenizer.ggml.model: 't5', but", {"tokenizer.ggml.model": "t5"}),
+    ("tokenizer.ggml.tokens[2]: 'd', but 'c' in", {"tokenizer.ggml.tokens": ["a", "b", "d"]}),
+    ("length of tokenizer.ggml.tokens: 2, but 3 in", {"tokenizer.ggml.tokens": ["a", "b"]}),
 )
 def test_low_must_be_the_same_model(tmp_path, says, changes):
     mismatch(same_routers(tmp_path, **changes), says)

@@ -57,7 +57,10 @@ HEADERS = {
     errors.MagicError: {
         "magic": (craft(magic=b"GGML"), "b'GGML'"),
         "pickle": (b"\x80\x04\x95rest", "not a GGUF file"),
-        "lfs": (LFS, "a pointer of Git LFS, not the model: fetch that with `git lfs pull`"),
+        "lfs": (
+            LFS,
+            "this is a Git LFS pointer, not the model: run `git lfs pull` to fetch the model",
+        ),
     },
     errors.VersionError: {
         "version-0": (craft(version=0), "version 0"),
@@ -152,11 +155,11 @@ HEADERS = {
             craft(
                 [aligned(64), kv("split.count", 2, U32)], [A, tensor("b", offset=32)], bytes(256)
             ),
-            "split the model before it is packed",
+            "split the model first, then pack it",
         ),
     },
     errors.TensorOverlapError: {
-        "overlap": (of(A, tensor("b", offset=96), n_bytes=512), "lies inside tensor a"),
+        "overlap": (of(A, tensor("b", offset=96), n_bytes=512), "overlaps tensor a"),
         "overlap-same": (of(A, tensor("b"), n_bytes=512), "tensor b"),
     },
 }

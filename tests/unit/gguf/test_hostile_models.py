@@ -81,14 +81,14 @@ MODELS = {
         ),
         "tiers-control": packed("'q8\\n_0', 'q4_0'", tiers=["q8\n_0", "q4_0"]),
         "absurd-block-count": plain("block_count", block_count=1 << 31),
-        "too-many-experts-used": plain("5 of 4", expert_used_count=5),
+        "too-many-experts-used": plain("5, expected 1 to 4 experts", expert_used_count=5),
         "negative-context": plain("context_length", context_length=-1),
         "heads-text": plain("head_count_kv", head_count_kv="two"),
         "heads-list-short": plain("expected 4 numbers", head_count_kv=[2, 2, 2], block_count=4),
         "tier-of-a-dense-tensor": packed(
             LOW_DENSE, with_one(LOW_DENSE, (64, 3), GGMLType.Q4_0, PACKED)
         ),
-        "tiers-worst-first": packed("best first", SWAPPED, tiers=["q4_0", "q8_0"]),
+        "tiers-worst-first": packed("list the best tier first", SWAPPED, tiers=["q4_0", "q8_0"]),
         "tiers-twice": packed("different", tiers=["q4_0", "q4_0"]),
         "tiers-six": packed("1 to 5", tiers=list("abcdef")),
         "tiers-numbers": packed("moe_edge.tiers", tiers=[8, 4]),
@@ -97,13 +97,13 @@ MODELS = {
         ),
         **{f"{key}-{value}": plain(f"{key}: {said}", **{key: value}) for key, value, said in FATAL},
         "tokenizer.ggml.model-llama": plain(
-            "the vocabulary has no token for a line feed (<0x0A>)",
+            "the vocabulary has no line feed token (<0x0A>)",
             **{"tokenizer.ggml.model": "llama"},
         ),
     },
     errors.NotMoEError: {
         "dense": plain(
-            "no expert tensors: not a Mixture-of-Experts model: llama.cpp itself runs it",
+            "no expert tensors: not a Mixture-of-Experts model: use llama.cpp to run it",
             [("token_embd.weight", (N_EMBD, 3), GGMLType.F32)],
         ),
         "one-tensor-per-expert": plain(
@@ -119,13 +119,13 @@ MODELS = {
             with_one(GATE_1, (64, 32, 4), GGMLType.F16, model_tensors(fused=True)),
         ),
         "tier-without-best": packed(
-            "its best tier", with_one(LOW_GATE_UP_1, (64, 64, 4), GGMLType.Q4_0, PACKED)
+            "the best tier", with_one(LOW_GATE_UP_1, (64, 64, 4), GGMLType.Q4_0, PACKED)
         ),
     },
     errors.TensorShapeError: {
         "wrong-expert-count": plain("expected 4 experts", reshaped(DOWN_1, (32, 64, 3))),
         "experts-without-third-dimension": plain(DOWN_1, reshaped(DOWN_1, (32, 64))),
-        "wrong-rows": plain("beside the down matrix", reshaped(UP_1, (64, 64, 4))),
+        "wrong-rows": plain("to match the down matrix", reshaped(UP_1, (64, 64, 4))),
         "two-shapes": plain(f"{GATE_1}: offset ", reshaped(GATE_1, (64, 64, 4))),
         "router-of-fewer-experts": plain(f"{ROUTER_1}: offset ", reshaped(ROUTER_1, (64, 3))),
         "tier-shape": packed(LOW_1, reshaped(LOW_1, (32, 64, 2), PACKED)),
@@ -135,9 +135,7 @@ MODELS = {
             f"{BY_TOKEN}: offset ", with_one(BY_TOKEN, (2, 3), GGMLType.F32)
         ),
         **{
-            name: plain(
-                f"{name}: its type is F16, expected F32", with_one(name, shape, GGMLType.F16)
-            )
+            name: plain(f"{name}: type F16, expected F32", with_one(name, shape, GGMLType.F16))
             for name, shape in (
                 ("output_norm.weight", (64,)),
                 ("blk.0.attn_q_norm.weight", (16, 4)),
@@ -153,11 +151,11 @@ MODELS = {
     errors.MissingTierError: {
         "missing-tier": packed(f"{LOW_1} is missing", without(LOW_1, PACKED)),
         "missing-tier-everywhere": packed(
-            "announces tier q4_0", model_tensors(types=dict.fromkeys((0, 1, 3), GGMLType.Q8_0))
+            "lists tier q4_0", model_tensors(types=dict.fromkeys((0, 1, 3), GGMLType.Q8_0))
         ),
         "unannounced-tier": packed("does not list q4_0", tiers=["q8_0"], tier_bpw=[8.5]),
     },
-    errors.VersionError: {"format-newer": packed("this version reads 1", format_version=2)},
+    errors.VersionError: {"format-newer": packed("version of moe-edge reads 1", format_version=2)},
 }
 
 

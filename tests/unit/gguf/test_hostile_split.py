@@ -43,7 +43,7 @@ PARTS = {
     "twice the first": (0, {0: (0, HALF[:4]), 1: (0, HALF[4:])}, errors.SplitError, "split.no"),
     "a tensor in both": (0, parted(4, 3), errors.DuplicateError, "m-00001-of-00002"),
     "missing tensors": (0, parted(4, 5), errors.SplitError, "split.tensors.count"),
-    "another architecture": (0, parted(4, 4, "olmoe"), errors.SplitError, "'olmoe' here"),
+    "another architecture": (0, parted(4, 4, "olmoe"), errors.SplitError, "'olmoe', but"),
 }
 
 
@@ -79,12 +79,22 @@ FIRST = "m-00001-of-00003.gguf"
 # What takes the place of which parts of three, and then which is opened, which is named, and what
 # is said of it. A file of another model is one of its parts, or the model itself.
 SWAPPED = {
-    "a later part is opened": ({}, 3, 3, f"part 3 of 3; open the first part, {FIRST}"),
+    "a later part is opened": ({}, 3, 3, f"this is part 3 of 3: open the first part, {FIRST}"),
     "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
     "the first under another's name": ({2: "part 1"}, 2, 2, "named part 2 of 3, but it is part 1"),
     "of another split": ({2: "halves"}, 1, 2, "key split.count: 2, expected 3"),
-    "of another model": ({2: "larger"}, 1, 2, f"not of the model of {FIRST}: key split.t"),
-    "a model of its own": ({2: "whole"}, 1, 2, "key split.no is missing"),
+    "of another model": (
+        {2: "larger"},
+        1,
+        2,
+        f"belongs to another model than {FIRST}: key split.t",
+    ),
+    "a model of its own": (
+        {2: "whole"},
+        1,
+        2,
+        "not a part of a split model: key split.no is missing",
+    ),
 }
 
 

@@ -89,7 +89,7 @@ def test_texts_of_a_file_are_shown_in_one_line_without_control_characters(tmp_pa
 def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     tensors = [*model_tensors(), ("per_layer_token_embd.weight", (1024, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors)
-    said = "on disk where experts are managed: per_layer_token_embd.weight (12 KiB)"
+    said = "row by row if moe-edge manages the experts: per_layer_token_embd.weight (12 KiB)"
     assert said in run("inspect", path).stdout
     assert json.loads(run("inspect", path, "--json").stdout)["lookup_bytes"] == 12 << 10
 

@@ -31,7 +31,7 @@ def test_what_it_has_started_goes_with_it():
         "print(started.pid, flush=True); started.wait()"
     )
     command = [sys.executable, "-c", starts, *ASLEEP]
-    with child(command, with_its_own=True, stdout=subprocess.PIPE) as process:
+    with child(command, kill_group=True, stdout=subprocess.PIPE) as process:
         started = psutil.Process(int(process.stdout.readline()))
         assert started.status() != psutil.STATUS_ZOMBIE
     gone, _ = psutil.wait_procs([started], timeout=HANG_S)

@@ -137,7 +137,7 @@ def test_tier_names():
         ("i32",): "known tiers",
         (): "0 tiers",
         ("f16", "q8_0", "q6_k", "q4_k", "q3_k", "q2_k"): "6 tiers",
-        ("q2_k", "q4_k"): "list tiers best first",
+        ("q2_k", "q4_k"): "list the best tier first",
         ("q4_k", "q4_k"): "not below",
     }.items():
         with pytest.raises(QuantizeError, match=says):

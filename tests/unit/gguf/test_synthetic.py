@@ -78,7 +78,7 @@ def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
 @cases(
     "arguments, message",
     ({"shape": "huge"}, "unknown shape 'huge'"),
-    ({"tiers": ("i32",)}, "no random weights of type 'i32'"),
+    ({"tiers": ("i32",)}, "random weights cannot have the type 'i32'"),
     ({"tiers": ("f16", "q4_k")}, "stand alone"),
     ({"routing": "skewed"}, "unknown routing 'skewed'"),
 )

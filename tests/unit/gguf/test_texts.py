@@ -28,13 +28,13 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path, data, text):
 
 @cases(
     "data, said",
-    ("wö".encode("utf-16"), "it is in UTF-16; save it as UTF-8"),
-    ("wö".encode("utf-16-be"), "not a text in UTF-8, at byte 0 (0x00)"),
-    ("wö".encode("utf-32"), "it is in UTF-32; save it as UTF-8"),
-    (b"w\xf6", "not a text in UTF-8, at byte 1 (0xf6); save it as UTF-8"),
-    (MARK + b"w\xf6", "at byte 4 (0xf6)"),
-    (b"x" * 101, "it has more than 100 bytes"),
-    (b"x\0" * 101, "not a text in UTF-8, at byte 1 (0x00)"),
+    ("wö".encode("utf-16"), "the text is in UTF-16: save it as UTF-8"),
+    ("wö".encode("utf-16-be"), "not UTF-8 text (byte 0x00 at offset 0)"),
+    ("wö".encode("utf-32"), "the text is in UTF-32: save it as UTF-8"),
+    (b"w\xf6", "not UTF-8 text (byte 0xf6 at offset 1): save it as UTF-8"),
+    (MARK + b"w\xf6", "(byte 0xf6 at offset 4)"),
+    (b"x" * 101, "the file is longer than the maximum of 100 bytes"),
+    (b"x\0" * 101, "not UTF-8 text (byte 0x00 at offset 1)"),
 )
 def test_anything_else_is_one_sentence(tmp_path, data, said):
     path = tmp_path / "a.txt"

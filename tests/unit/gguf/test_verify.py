@@ -57,7 +57,7 @@ def test_parts_are_checked(packed, tmp_path, ggml):
     ]
     paths[1].unlink()
     assert texts(paths[0], ggml) == [
-        f"{paths[1]}: part 2 of 3 is missing; all parts of {paths[0].name} belong in one folder"
+        f"{paths[1]}: part 2 of 3 is missing: put all parts of {paths[0].name} into one folder"
     ]
 
 
@@ -68,8 +68,8 @@ def test_a_part_of_another_quantization(two_files, tmp_path, ggml, n_parts):
     assert texts(high[0], ggml) == texts(low[0], ggml) == []
     high[1].write_bytes(low[1].read_bytes())
     assert texts(high[0], ggml) == [
-        f"{high[1]}: a part of another quantization? Its experts are q2_k, those of the other"
-        " parts q4_k"
+        f"{high[1]}: this part seems to belong to another quantization: its experts are q2_k,"
+        " but q4_k in the other parts"
     ]
 
 
@@ -81,16 +81,16 @@ def test_data_in_the_padding(copy, ggml):
     poke(copy, end + 1, b"x")
     after = infos[first + 1]
     assert texts(copy, ggml) == [
-        f"{copy}: tensor {after.name}: offset {after.offset}: data between it and the end of"
-        f" {infos[first].name} at {end}"
+        f"{copy}: tensor {after.name}: offset {after.offset}: the padding after"
+        f" {infos[first].name}, which ends at {end}, is not zero"
     ]
 
 
-def test_data_behind_the_last_tensor(copy, ggml):
+def test_data_after_the_last_tensor(copy, ggml):
     with copy.open("ab") as file:
         file.write(b"\0" * 4096)
     (said,) = texts(copy, ggml)
-    assert "behind the last tensor" in said and str(copy) in said
+    assert "after the last tensor" in said and str(copy) in said
 
 
 def test_a_gap_between_tensors(packed, tmp_path, ggml):
@@ -103,8 +103,8 @@ def test_a_gap_between_tensors(packed, tmp_path, ggml):
     moved = whole[:at] + struct.pack("<Q", offset + 4096) + whole[at + 8 : last.offset]
     path = write_bytes(tmp_path / "m.gguf", moved + bytes(4096) + whole[last.offset :])
     assert texts(path, ggml) == [
-        f"{path}: tensor {last.name}: offset {last.offset + 4096}: expected at {last.offset},"
-        f" behind {before.name}"
+        f"{path}: tensor {last.name}: offset {last.offset + 4096}: expected at offset"
+        f" {last.offset}, after {before.name}"
     ]
 
 
@@ -147,7 +147,7 @@ def test_a_pair_of_files(two_files, packed, tmp_path, ggml):
     assert "swap the two files" in said
     other = synthetic.write(tmp_path / "other.gguf", "tiny-qwen3moe", tiers=("q2_k",), seed=5)
     (said,) = texts(high, ggml, low=other)
-    assert said.startswith(f"{other}: not the model of {high}: ")
+    assert said.startswith(f"{other}: not the same model as {high}: ")
     (said,) = texts(high, ggml, low=tmp_path / "none.gguf")
     assert said == f"{tmp_path / 'none.gguf'}: No such file or directory"
 
@@ -286,7 +286,7 @@ def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
     path, odd = with_tensor(tmp_path, "odd.weight", (256, 2), GGMLType.Q8_1)
     report = verify(path, ggml=ggml, threads=1)
     assert [each.text for each in report.problems] == [
-        f"{path}: tensor odd.weight: offset {odd.offset}: ggml has no check for q8_1"
+        f"{path}: tensor odd.weight: offset {odd.offset}: ggml cannot validate type q8_1"
     ]
     with GGUFFile.open(path) as file:
         assert report.n_tensors == len(file.tensors)
@@ -295,20 +295,20 @@ def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
 
 # ---- what the metadata promises
 
-BITS = "the tiers hold 4.50, 2.62 bits per weight"
+BITS = "the tiers have 4.50, 2.62 bits per weight"
 
 
 def test_a_missing_tier(packed, tmp_path, ggml):
     gate = "blk.0.ffn_gate_exps.weight.moe_edge.q2_k"
     path = repack(packed, tmp_path / "m.gguf", drop={LOW, gate})
     assert sorted(texts(path, ggml)) == [
-        f"{path}: tensor {name} is missing, but key moe_edge.tiers announces tier q2_k"
+        f"{path}: tensor {name} is missing, but key moe_edge.tiers lists tier q2_k"
         for name in (gate, LOW)
     ]
     path = repack(packed, tmp_path / "n.gguf", drop={UP})
     offset = place(path, LOW).offset
     assert texts(path, ggml)[0] == (
-        f"{path}: tensor {LOW}: offset {offset}: its best tier {UP} is missing"
+        f"{path}: tensor {LOW}: offset {offset}: the best tier {UP} is missing"
     )
 
 
@@ -316,12 +316,16 @@ def test_a_missing_tier(packed, tmp_path, ggml):
     "changes, said, rest",
     (
         {"alignment": 64},
-        "alignment 64; an expert file is aligned to 4096 bytes",
-        "not a multiple of 4096",
+        "alignment 64, but a packed file needs a multiple of 4096",
+        "the offset is not a multiple of 4096",
     ),
     ({"meta": {"qwen3moe.expert_count": 7}}, "expert", None),
     ({"meta": {"moe_edge.tier_bpw": [4.5]}}, f"key moe_edge.tier_bpw [4.5], but {BITS}", None),
-    ({"meta": {"moe_edge.format_version": 99}}, "moe_edge.format_version: 99", None),
+    (
+        {"meta": {"moe_edge.format_version": 99}},
+        "moe_edge.format_version: the file has format version 99",
+        None,
+    ),
 )
 def test_an_alignment_and_numbers_that_are_wrong(packed, tmp_path, ggml, changes, said, rest):
     path = repack(packed, tmp_path / "m.gguf", **changes)
@@ -356,11 +360,11 @@ def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
 
 @cases(
     "key, value, said",
-    ("fallbacks", ["down: q8_0 is fine"], "does not say: down: q4_k -> iq4_nl (rows"),
-    ("quantization", 7, "not a text"),
-    ("calibration", ["a"], "not a text"),
-    ("fallbackz", ["a"], "unknown"),
-    ("tiers", ["y4_k"], "y4_k is no type"),
+    ("fallbacks", ["down: q8_0 is fine"], "lacks the entry down: q4_k -> iq4_nl (rows"),
+    ("quantization", 7, "expected a text"),
+    ("calibration", ["a"], "expected a text"),
+    ("fallbackz", ["a"], "unknown key"),
+    ("tiers", ["y4_k"], "y4_k is not a ggml type"),
 )
 def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
     tensors = model_tensors(n_embd=256, n_ff=64)

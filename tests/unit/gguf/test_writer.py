@@ -70,7 +70,7 @@ def test_an_exception_leaves_what_was_there_before(tmp_path, error, old):
     assert not old or path.read_bytes() == old
 
 
-@cases("at, said", (0, "34 of 102 bytes written"), (69, "34 bytes at 69 do not fit"))
+@cases("at, said", (0, "only 34 of 102 bytes were"), (69, "34 bytes at 69 do not fit"))
 def test_missing_and_too_many_bytes_are_an_error(tmp_path, at, said):
     writer = begun(tmp_path / "ours.gguf")
     with pytest.raises(errors.WriteError, match=f"tensor b: {said}"), writer:
@@ -84,7 +84,10 @@ def test_disk_space_is_checked_before_anything_is_written(tmp_path, monkeypatch)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 3 << 20))
     writer = begun(tmp_path / "ours.gguf", 1 << 22)
-    with pytest.raises(errors.DiskSpaceError, match=r"needs 16\.0 MiB, but only 3\.0 MiB"), writer:
+    with (
+        pytest.raises(errors.DiskSpaceError, match=r"needs 16\.0 MiB, .* only 3\.0 MiB free"),
+        writer,
+    ):
         writer.begin()
     assert leftovers(tmp_path) == []
 
@@ -130,9 +133,9 @@ def test_wrong_declarations(tmp_path, declared, error, said):
     ("a\nb", 1, None, r"key 'a\\nb' has control characters"),
     ("k", "x", ValueType.UINT8, "uint8"),
     ("k", 1 << 64, None, "uint64"),
-    ("k", ["a", 1], None, "differ in type"),
+    ("k", ["a", 1], None, "have different types"),
     ("k", object(), None, "no metadata type"),
-    ("general.alignment", 64, None, "alignment 32"),
+    ("general.alignment", 64, None, "alignment, 32"),
 )
 def test_values_that_are_refused(tmp_path, key, value, kind, said):
     with pytest.raises(errors.WriteError, match=said):

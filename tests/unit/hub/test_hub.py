@@ -39,7 +39,7 @@ def test_the_only_model(server, tmp_path):
     before = len(server.data_requests())
     again = pull("hf:o/n")
     assert again.stdout == result.stdout
-    assert "all here already" in again.stderr
+    assert "already downloaded" in again.stderr
     assert len(server.data_requests()) == before
 
 
@@ -47,8 +47,8 @@ def test_the_choice_among_models(server):
     server.repos["o/n"] = Repo({f"m-{quant}.gguf": noise(3, 2000) for quant in ("Q2_K", "Q4_K_M")})
     said = refused("o/n")
     assert said == (
-        "o/n holds 2 models: choose one as hf:o/n/FILE, or by `moe-edge pull o/n --include PATTERN`"
-        ": m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
+        "o/n contains 2 models: choose one as hf:o/n/FILE, or by `moe-edge pull o/n --include "
+        "PATTERN`: m-Q2_K.gguf (1.95 KiB), m-Q4_K_M.gguf (1.95 KiB)"
     )
     assert server.data_requests() == []
     result = pull("o/n", "--include", "*Q4_K*")
@@ -56,7 +56,7 @@ def test_the_choice_among_models(server):
     both = pull("o/n", "--include", "*Q4_K*", "--include", "m-Q2_K.gguf").stdout
     assert both.count("moe-edge chat -m") == 2
     assert refused("o/n", "--include", "*Q9*").startswith(
-        "o/n: nothing matches *Q9*; it holds m-Q2"
+        "o/n: no file matches *Q9*: the repository contains m-Q2"
     )
 
 
@@ -70,7 +70,7 @@ def test_parts_come_together(server, tmp_path):
     assert shlex.split(line)[-1] == paths[0]
     del server.repos["o/n"].files[names[1]]
     assert refused("o/n", "--include", "*Q4*") == (
-        f"o/n: {names[1]} is missing there, a part of {names[0]}"
+        f"o/n: {names[1]} is missing in the repository: a part of {names[0]}"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint(server):
     assert words[:2] == ["moe-edge", "convert"] and words[-1] == "n.gguf"
     assert sorted(os.listdir(words[-2])) == sorted(wanted)
     server.repos["o/n"] = Repo({"README.md": b"x"})
-    assert refused("o/n") == "o/n: neither a GGUF nor safetensors; it holds README.md"
+    assert refused("o/n") == "o/n: no GGUF or safetensors files: the repository contains README.md"
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -130,7 +130,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     assert process.poll() is None, process.communicate()
     second = python(*command, **own)
     assert second.returncode == 1
-    assert "m.gguf: another process is downloading it" in second.stderr
+    assert "m.gguf: another process is downloading this file" in second.stderr
     process.send_signal(signal.SIGKILL)
     process.communicate()
     (partial,) = folder.glob("*.incomplete")
@@ -164,7 +164,7 @@ def test_damaged_data_is_not_kept(server, tmp_path):
     server.corrupt = True
     result = pull("o/n")
     assert result.exit_code == 1
-    assert "m.gguf: damaged on the way (its SHA-256 differs)" in result.stderr
+    assert "m.gguf: damaged during the download (wrong SHA-256)" in result.stderr
     assert blobs(tmp_path) == []
     server.corrupt = False
     pulled("o/n")
@@ -193,7 +193,7 @@ def test_one_file_by_its_path(server):
         path, _ = pull(name).stdout.splitlines()
         assert Path(path).read_bytes() == files["sub/m-[Q4].gguf"]
     assert refused("o/n/m-Q9.gguf").startswith(
-        "o/n: nothing matches m-Q9.gguf; it holds sub/m-[Q2]"
+        "o/n: no file matches m-Q9.gguf: the repository contains sub/m-[Q2]"
     )
 
 
@@ -211,12 +211,12 @@ def test_ctrl_c_says_that_nothing_is_lost(server, monkeypatch):
 def test_revisions(server):
     old, new = "0" * 40, "1" * 40
     server.repos["o/n"] = Repo({"m.gguf": noise(1)}, commit=old, revisions=("main", "v1"))
-    assert refused("o/n", "--revision", "v2") == "o/n: no revision v2"
+    assert refused("o/n", "--revision", "v2") == "o/n: there is no revision v2"
     assert f"snapshots/{old}/" in pull("o/n", "--revision", "v1").stdout
     server.repos["o/n"] = Repo({"m.gguf": noise(1), "b.txt": b"x"}, commit=new)
     second = pull("o/n")
     assert f"snapshots/{new}/" in second.stdout
-    assert "all here already" in second.stderr  # the same content under another commit
+    assert "already downloaded" in second.stderr  # the same content under another commit
 
 
 def test_missing_private_and_gated(server, monkeypatch):
@@ -224,10 +224,10 @@ def test_missing_private_and_gated(server, monkeypatch):
     server.repos["o/gated"] = Repo({"m.gguf": noise(2)}, token="secret", gated=True)
     server.repos["o/gone"] = Repo({"m.gguf": noise(1)}, disabled=True)
     for name, said in (
-        ("o/none", f"no such model at {server.url}, or a private one: check the name, or log in"),
-        ("o/private", f"no such model at {server.url}, or a private one: check the name, or log"),
-        ("o/gated", f"access to it is restricted: accept its terms at {server.url}/o/gated, then"),
-        ("o/gone", f"disabled at {server.url}: nobody can download it"),
+        ("o/none", f"{server.url} has no such model, or it is private: check the name, or log in"),
+        ("o/private", f"{server.url} has no such model, or it is private: check the name, or log"),
+        ("o/gated", f"access is restricted: accept the terms at {server.url}/o/gated, then"),
+        ("o/gone", f"the repository is disabled at {server.url} and cannot be downloaded"),
     ):
         assert refused(name).startswith(f"{name}: {said}")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -246,16 +246,16 @@ def test_names_that_are_none(server, name):
 
 def test_file_names_that_leave_the_folder(server, tmp_path):
     server.repos["o/n"] = Repo({"../../../evil.gguf": noise(1)})
-    assert "leaves its folder" in refused("o/n")
+    assert "leads out of the repository's folder" in refused("o/n")
     assert not list(tmp_path.rglob("evil*"))
 
 
 def test_a_hub_that_fails(server):
     server.repos["o/n"] = Repo({"m.gguf": noise(1)})
     for status, said in (
-        (503, "answers 503: try again later"),
-        (401, "answers 401: is the token right? log in"),
-        (404, "answers 404: is HF_ENDPOINT right?"),
+        (503, "answered with HTTP status 503: try again later"),
+        (401, "answered with HTTP status 401: check the token, or log in"),
+        (404, "answered with HTTP status 404: check HF_ENDPOINT"),
     ):
         server.status = status
         assert refused("o/n").startswith(f"o/n: {server.url} {said}")

@@ -160,7 +160,9 @@ def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
     assert notes(parts[0]) == notes(parts[0], low=others[0]) == []
     parts[1].write_bytes(others[1].read_bytes())
     (said,) = notes(parts[0], low=others[0])
-    assert said.startswith(f"{parts[1]}: a part of another quantization? Its experts are q2_k")
+    assert said.startswith(
+        f"{parts[1]}: this part seems to belong to another quantization: its experts are q2_k"
+    )
 
 
 def test_a_cache_that_is_too_large_is_named(models):

@@ -107,7 +107,7 @@ def test_a_server_for_others_needs_a_key(tmp_path):
     keys.write_text("one\n", encoding="utf-8-sig")  # as Windows' editors save it
     assert ServeSettings(api_key_file=keys).keys() == {"one"}
     keys.write_bytes("clé\n".encode("latin-1"))
-    with pytest.raises(TextFileError, match=r"keys: it is not a text in UTF-8, at byte 2"):
+    with pytest.raises(TextFileError, match=r"keys: not UTF-8 text .byte 0x.. at offset 2"):
         ServeSettings(api_key_file=keys).keys()
     keys.write_text("\n")
     with pytest.raises(ConfigError, match="has no key in it"):

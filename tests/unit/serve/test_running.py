@@ -23,7 +23,6 @@ from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.runtime import answering as module
 from orchestrator.runtime import runtime as runtime_module
-from orchestrator.runtime.answering import Stopped
 from orchestrator.serve.run import (
     LEAST_CONNECTIONS,
     MOST_CONNECTIONS,

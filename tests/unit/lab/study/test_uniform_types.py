@@ -43,5 +43,5 @@ def test_the_usual_types_are_those_below_the_best_tier(model):
 
 def test_a_file_of_another_model_is_no_rival(model, tiny_model):
     other = tiny_model("qwen3moe", "q8_0", "q2_k", seed=2)
-    with pytest.raises(MismatchError, match="not the model of"):
+    with pytest.raises(MismatchError, match="not the same model as"):
         types(model, uniform=(str(other),))
