@@ -18,7 +18,7 @@ import numpy as np
 
 from gguf_tools import built, interrupts
 from gguf_tools.experts import DEFAULT_KV, KV_TYPES
-from orchestrator.config import Sampling, native_log_enabled
+from orchestrator.config import native_log_enabled
 from orchestrator.errors import NativeError
 from orchestrator.native import Library
 from orchestrator.native.ggml import ABORT_CALLBACK, GgmlFunctions
@@ -437,34 +437,3 @@ class LlamaContext:
             self.api.llama_batch_free(self._batch)
             self.api.llama_free(self._handle)
             self._handle = None
-
-
-class SamplerChain:
-    """llama.cpp's samplers for one answer. Free it with close."""
-
-    def __init__(self, context: LlamaContext, sampling: Sampling) -> None:
-        api = self.api = context.api
-        self._context = context
-        self._chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-        if sampling.greedy:
-            samplers = [api.llama_sampler_init_greedy()]
-        else:
-            # The best first, as upstream does: top_p would sort the whole vocabulary.
-            samplers = [
-                api.llama_sampler_init_top_k(sampling.top_k),
-                api.llama_sampler_init_top_p(sampling.top_p, 1),
-                api.llama_sampler_init_min_p(sampling.min_p, 1),
-                api.llama_sampler_init_temp(sampling.temp),
-                api.llama_sampler_init_dist(sampling.start_seed()),
-            ]
-        for sampler in samplers:
-            api.llama_sampler_chain_add(self._chain, sampler)
-
-    def sample(self) -> int:
-        """The next token from the last logits; the samplers remember it."""
-        return int(self.api.llama_sampler_sample(self._chain, self._context.handle, -1))
-
-    def close(self) -> None:
-        if self._chain is not None:
-            self.api.llama_sampler_free(self._chain)
-            self._chain = None
