@@ -1,133 +1,109 @@
-"""Models whose memory cannot be cut go back to marks, so that no prompt is read twice either."""
+"""Models whose memory cannot be cut go back to checkpoints, so that no prompt is read twice."""
 
+import hashlib
 import json
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from answering import evaluated, first_logits
-from orchestrator.serve.backend import Backend
-from served import server_library
+from answering import answered
 
 from orchestrator.config import Config
-from orchestrator.serve.settings import ServeSettings
+from orchestrator.errors import NativeError
+from orchestrator.runtime import prompt_copies
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 DRAWN = np.random.default_rng(3).integers(60, 300, (5, 100)).tolist()
 FIRST, OTHER, QUESTION, ANOTHER, SYSTEM = DRAWN
 RECURRENT = ("qwen3-next", "qwen3.5-moe")
+UNCUT = pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
 MIB = 2**20
 
 
-def open_engine(made, **settings):
+@contextmanager
+def serving(made, **settings):
+    """A runtime with a family's model. The function that it yields asks it with tokens, and returns
+    how many of them were read and the tokens of the answer."""
     usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
-    return Engine.open(Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings}))
+    config = Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings})
+    with Runtime.open(config, answering=Answering()) as runtime:
+
+        def ask(prompt, **data):
+            found = answered(runtime, prompt, **{"n": 4, "ignore_eos": True, **data})
+            return found["timings"]["prompt_n"], found["tokens"]
+
+        ask.runtime = runtime
+        yield ask
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+@UNCUT
 def test_turns_and_other_conversations(name, case):
-    with open_engine(case(name)) as engine:
-        assert engine._steps.state.has_part
-        assert engine._steps.state.recurrent == (name in RECURRENT)
-        evaluated(engine, FIRST)
-        first = list(engine._steps.cached)
-        second = first + QUESTION[:30]
-        assert evaluated(engine, second) == 30
-        assert evaluated(engine, second) == 1
-        assert evaluated(engine, first + ANOTHER[:20]) == 20  # an edited last message
-        assert evaluated(engine, OTHER) == 100
-        assert evaluated(engine, first + ANOTHER[:20] + [70]) <= 2  # the mark is before the last
-        assert evaluated(engine, second) <= 30  # from the mark behind the first answer
-        assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
+    with serving(case(name)) as ask:
+        first = FIRST + ask(FIRST)[1]
+        assert ask(first + QUESTION[:30])[0] == 31  # the last token of an answer is not read
+        assert ask(first + QUESTION[:30])[0] <= 5  # the same again
+        assert ask(first + ANOTHER[:20])[0] <= 22  # an edited last message
+        assert ask(OTHER)[0] == 100
+        assert ask(first + ANOTHER[:20])[0] <= 5
+        assert ask(first + QUESTION[:30])[0] <= 32
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
-def test_going_back_gives_the_logits_of_a_straight_way(name, case, tmp_path):
-    made = case(name)
-    with open_engine(made) as engine:
-        evaluated(engine, FIRST)
-        prompt = list(engine._steps.cached) + QUESTION[:30]
-        expected = first_logits(engine, prompt)
-    with open_engine(made, prompt_cache=tmp_path) as engine:
-        evaluated(engine, FIRST)
-        evaluated(engine, prompt[:-30] + ANOTHER)
-        evaluated(engine, OTHER)
-        assert np.array_equal(first_logits(engine, prompt), expected)
-        assert engine.last_stats.evaluated_tokens == 30
-    with open_engine(made, prompt_cache=tmp_path) as engine:
-        assert np.array_equal(first_logits(engine, prompt), expected)
-        assert engine.last_stats.evaluated_tokens <= 30
+@UNCUT
+def test_going_back_gives_the_answer_of_a_straight_way(name, case, tmp_path):
+    def likely(ask, prompt):
+        found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=3)
+        return found["tokens"], found["completion_probabilities"]
+
+    with serving(case(name)) as ask:
+        prompt = FIRST + ask(FIRST)[1] + QUESTION[:30]
+        expected = likely(ask, prompt)
+    with serving(case(name), prompt_cache=tmp_path) as ask:
+        for other in (FIRST, prompt[:-30] + ANOTHER, OTHER):
+            ask(other)
+        assert likely(ask, prompt) == expected
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
-def test_a_server_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
+@UNCUT
+def test_a_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
     """A recurrent memory cannot drop the failed tokens: it returns to a checkpoint or restarts."""
-    long = FIRST + QUESTION + ANOTHER
-
-    def answer(backend, tokens):
-        asked = {"prompt": tokens, "n_predict": 6, "temperature": 0, "return_tokens": True}
-        body = json.dumps({**asked, "ignore_eos": True}).encode()
-        status, text = backend.request("/completion", body, [0]).whole()
-        return status, json.loads(text)
-
-    usual = {"policy": "dymoe", "expert_ram": MIB, "cache_ram": 16 * MIB, "ubatch": 64}
-    config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual)
-    answers = []
+    long, answers = FIRST + QUESTION + ANOTHER, []
     for fails in (False, True):
-        with closing(
-            Backend(config, ServeSettings(), server_library(), lambda *_: None)
-        ) as backend:
-            backend.attend()
-            assert answer(backend, FIRST)[0] == 200
+        with serving(case(name), policy="dymoe", ubatch=64) as ask:
+            ask(FIRST)
+            inside = ask.runtime.inside
             if fails:
-                calls = iter(
-                    [None] * backend.engine.model.n_layers
-                )  # the first micro-batch is good
+                calls = iter([None] * inside.model.n_layers)  # the first micro-batch is good
 
-                def failing(*_, calls=calls, decide=backend.engine.policy.decide):
+                def failing(*_, calls=calls, decide=inside.policy.decide):
                     next(calls)
                     decide(*_)
 
                 with monkeypatch.context() as patched:
-                    patched.setattr(backend.engine.policy, "decide", failing)
-                    assert answer(backend, long)[0] == 500
-            status, body = answer(backend, long)
-            assert status == 200
-            answers.append(body["tokens"])
+                    patched.setattr(inside.policy, "decide", failing)
+                    with pytest.raises(NativeError, match="StopIteration"):
+                        ask(long)
+            answers.append(ask(long)[1])
     assert answers[0] == answers[1]
 
 
-def test_a_beginning_that_several_share_is_marked(case):
-    with open_engine(case("qwen3-next")) as engine:
-        assert evaluated(engine, SYSTEM + FIRST) == 200
-        assert evaluated(engine, SYSTEM + OTHER) == 200  # nobody knew where they go apart
-        assert evaluated(engine, SYSTEM + QUESTION) == 100
-
-
-def test_without_memory_for_marks_all_is_read_again(case):
-    with open_engine(case("qwen3-next"), cache_ram=None) as engine:
-        evaluated(engine, FIRST)
-        assert evaluated(engine, FIRST) == 100
-        assert engine._steps.marks == []
+def test_without_memory_for_checkpoints_all_is_read_again(case):
+    with serving(case("qwen3-next"), cache_ram=0) as ask:
+        ask(FIRST)
+        assert ask(FIRST)[0] == 100
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
-def test_a_server_goes_on_behind_what_it_kept_at_its_end(name, case, tmp_path):
-    """What it keeps is the end of an answer. A short prompt is written at its own end alone."""
+def test_a_conversation_goes_on_after_a_restart(name, case, tmp_path):
+    """A file holds the end of an answer. A short prompt is written only at the end of the run."""
 
     def answers(*prompts, **settings):
-        """(tokens that were read of the last prompt; its answer's tokens, and how likely)."""
-        usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 0}
-        config = Config.build(model=case(name).packed, ctx=512, threads=1, **usual, **settings)
-        with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as made:
-            made.attend()
+        """(read tokens of the last prompt, its answer's tokens, their log-probabilities)"""
+        with serving(case(name), cache_ram=0, **settings) as ask:
             for prompt in prompts:
-                asked = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
-                body = json.dumps({**asked, "ignore_eos": True, "n_probs": 1}).encode()
-                status, text = made.request("/completion", body, [0]).whole()
-                made.answered([0], status == 200)
-                answer = json.loads(text)
-        likely = [each["logprob"] for each in answer["completion_probabilities"]]
-        return answer["timings"]["prompt_n"], answer["tokens"], likely
+                found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=1)
+        likely = [each["logprob"] for each in found["completion_probabilities"]]
+        return found["timings"]["prompt_n"], found["tokens"], likely
 
     n_read, said, _ = answers(FIRST, prompt_cache=tmp_path)
     assert n_read == 100 and len(list(tmp_path.iterdir())) == 1
@@ -136,32 +112,11 @@ def test_a_server_goes_on_behind_what_it_kept_at_its_end(name, case, tmp_path):
     expected = answers(FIRST, then)
     found = answers(then, prompt_cache=tmp_path)
     assert found[:2] == (31, expected[1])
-    # Without a restart llama.cpp reads such a prompt anew where a chunk has all of it.
+    # Without a restart llama.cpp reads such a prompt anew if one of its chunks has all of it.
     assert found == expected or name == "llama4"
 
 
-@contextmanager
-def serving(made, **settings):
-    """A server on a family's model; what it yields asks it with tokens, and returns how many it
-    read and those of its answer."""
-    usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
-    config = Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings})
-    with closing(Backend(config, ServeSettings(), server_library(), lambda *_: None)) as backend:
-        backend.attend()
-
-        def ask(prompt, **data):
-            wanted = {"prompt": prompt, "n_predict": 4, "temperature": 0, "return_tokens": True}
-            body = json.dumps({**wanted, "ignore_eos": True, **data}).encode()
-            status, text = backend.request("/completion", body, [0]).whole()
-            backend.answered([0], status == 200)
-            answer = json.loads(text)
-            return answer["timings"]["prompt_n"], answer["tokens"]
-
-        ask.native = backend._native
-        yield ask
-
-
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+@UNCUT
 def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
     """An edited last message after a restart: read from the end of the answer before it."""
     with serving(case(name)) as ask:
@@ -172,7 +127,7 @@ def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
     with serving(case(name), prompt_cache=tmp_path) as ask:
         assert ask(FIRST)[1] == first[100:]
         ask(first + QUESTION[:30])
-        assert ask.native.reusable(0, first + ANOTHER) == len(first) + 100 - expected[0]
+        assert ask.runtime._core.reusable(0, first + ANOTHER) == len(first) + 100 - expected[0]
     (path,) = tmp_path.iterdir()
     with serving(case(name), prompt_cache=tmp_path) as ask:
         n_read, said = ask(first + ANOTHER)
@@ -183,14 +138,27 @@ def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
         assert path.exists()
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+def without_positions(path):
+    """Rewrites a file in the first layout, whose marks do not name the positions they cover."""
+    data, footer = path.read_bytes(), prompt_copies._FOOTER
+    state_end, n, _, magic = footer.unpack(data[-footer.size :])
+    end = len(data) - footer.size
+    description = json.loads(data[end - n : end])
+    del description["positions"]
+    written = json.dumps(description).encode()
+    body = data[: end - n] + written
+    digest = hashlib.sha256(repr((state_end, len(written))).encode() + body).digest()
+    path.write_bytes(body + footer.pack(state_end, len(written), digest, magic))
+
+
+@UNCUT
 def test_marks_of_earlier_files_are_used(name, case, tmp_path):
     """They do not say which positions they cover."""
-    with open_engine(case(name), prompt_cache=tmp_path) as engine:
-        evaluated(engine, FIRST)
-        first = list(engine._steps.cached)
-        evaluated(engine, first + QUESTION[:30])
+    with serving(case(name), prompt_cache=tmp_path) as ask:
+        first = FIRST + ask(FIRST)[1]
+        ask(first + QUESTION[:30])
     (path,) = tmp_path.iterdir()
+    without_positions(path)
     assert b"positions" not in path.read_bytes()
     with serving(case(name)) as ask:
         fresh = ask(first + ANOTHER)
@@ -200,7 +168,7 @@ def test_marks_of_earlier_files_are_used(name, case, tmp_path):
         assert n_read <= 102 and said == fresh[1]
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss"])
+@UNCUT
 def test_an_answer_that_is_taken_out_costs_nothing_before_it(name, case):
     """As templates do that leave out the reasoning of earlier answers."""
     with serving(case(name)) as ask:
