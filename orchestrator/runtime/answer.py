@@ -108,9 +108,10 @@ class Answer:
             self.error = error
         finally:
             self._request.close()
-            self._final = {}
+            final: dict[str, Any] = {}
             with suppress(Exception):  # the costs of a store that failed may be unknown
-                self._final = self._costs(self)
+                final = self._costs(self)
+            self._final = final
             self._ended.set()
             with suppress(BlockingIOError, OSError):
                 os.write(self._to, b"\0")

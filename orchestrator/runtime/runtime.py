@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -305,6 +305,9 @@ class Runtime(Closing):
                     self._go_by(settings)
                     request.run(ready)
                 finally:
+                    with suppress(Exception):  # reads ahead are no part of its costs
+                        spent = counted[0]()
+                        counted[:] = [lambda: spent]
                     self._end(this, sequences, request.status == 200)
             finally:
                 request.close()
