@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -306,6 +306,9 @@ class Runtime(Closing):
                     self._go_by(settings)
                     request.run(ready)
                 finally:
+                    with suppress(Exception):  # reads ahead are no part of its costs
+                        spent = counted[0]()
+                        counted[:] = [lambda: spent]
                     self._end(this, sequences, request.status == 200)
             finally:
                 request.close()

@@ -263,10 +263,12 @@ def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
     """A part of an answer, with the costs beside llama.cpp's own figures in `timings`, or alone
-    there where it never has any.
+    there where it never has any. Without costs it stays as it is.
 
     It stays a text, since an answer may be megabytes and other clients would wait for its parsing.
     """
+    if not costs:
+        return part
     ours = json.dumps(costs, ensure_ascii=False).encode()[1:-1]
 
     def add(text: bytes) -> bytes:
