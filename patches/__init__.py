@@ -1,1 +1,1 @@
-"""The pinned upstream, the patches on it, and the tool that builds one wheel from both."""
+"""The pinned llama.cpp release, the patches for it, and the tool that builds a wheel from both."""

@@ -1,7 +1,7 @@
-"""From the pinned source to one wheel: cache key, flags, compilation, packaging.
+"""Build a wheel from the pinned source: cache key, flags, compilation and packaging.
 
-The cache key covers everything the wheel's bytes depend on. A wheel is published by renaming
-a finished folder, so a cached wheel is complete and is exactly the one that was asked for.
+The cache key covers everything that determines the wheel's contents. A finished wheel is published
+by renaming its folder, so a cached wheel is always complete and matches its key.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from patches.upstream import (
 
 KEEP_WHEELS = 6
 TARGET = "llama"
-# Upstream's CUDA sources that our patches touch or our kernels rely on. A check compiles these
-# and all of ours.
+# llama.cpp's CUDA sources that our patches change or that our kernels rely on. `cuda-check`
+# compiles these and all of our own.
 CUDA_SAMPLE = ("ggml-cuda.cu", "mmid.cu", "mmq.cu", "mmvq.cu")
 OUR_WARNING = re.compile(r"^\S*\bmoe-edge/[\w.-]+(?:\(\d+\)|:\d+(?::\d+)?):? ?warning.*$", re.M)
 
-# Everything that no part of moe-edge uses is left out, which saves half of the compile time.
+# Disable everything that moe-edge does not use. This halves the compile time.
 BASE_FLAGS = (
     "CMAKE_BUILD_TYPE=Release",
     "BUILD_SHARED_LIBS=ON",
-    # A wheel holds no symbolic links, and two copies of one library under two names would be
-    # loaded as two libraries with two sets of globals.
+    # A wheel cannot contain symbolic links. Two copies of a library under two names would be loaded
+    # as two libraries with separate global variables.
     "CMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "CMAKE_BUILD_WITH_INSTALL_RPATH=ON",
     "GGML_NATIVE=ON",
@@ -65,8 +65,10 @@ BASE_FLAGS = (
 
 @dataclass(frozen=True)
 class Options:
+    """Build options of the command line."""
+
     gpu: str = "auto"  # auto | cuda | off
-    amx: str = "auto"  # auto | on | off; auto: on where a probe proves that it works
+    amx: str = "auto"  # auto | on | off; auto: on if the probe shows that it works
     cuda_arch: str | None = None
     sdist: Path | None = None
     jobs: int | None = None
@@ -74,7 +76,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be built, before anything is built."""
+    """Everything that determines a build."""
 
     upstream: Upstream
     tools: probe.Toolchain
@@ -87,19 +89,20 @@ class Plan:
 
     @property
     def wheel_path(self) -> Path:
+        """Path of the wheel in the cache."""
         name = wheel.file_name(self.upstream)
         return cache_dir() / "wheels" / self.key[:24] / name
 
     @property
     def build_dir(self) -> Path:
-        """A folder for each set of flags and toolchain, so that objects of two compilers never
-        mix."""
+        """The build folder. There is one for each combination of flags and toolchain, so that
+        objects of different compilers are never mixed."""
         parts = [*self.flags, self.tools.identity, self.tools.generator, str(self.tools.ccache)]
         parts += [self.tools.cc, self.tools.cxx, self.upstream.sha256]
         return cache_dir() / "build" / _digest(parts)[:16]
 
     def stamp(self) -> dict[str, object]:
-        """What the wheel says about itself (llama_cpp/moe_edge_build.json)."""
+        """Return the build record for the wheel (llama_cpp/moe_edge_build.json)."""
         return {
             "key": self.key,
             "version": self.upstream.local_version,
@@ -110,7 +113,7 @@ class Plan:
 
 
 def make_plan(upstream: Upstream, options: Options) -> Plan:
-    """Probes the machine and computes the cache key; downloads nothing but cuBLAS for CUDA."""
+    """Probe the machine and compute the cache key. Only cuBLAS may be downloaded."""
     tools = probe.find_toolchain()
     gpu, gpu_reason = probe.choose_gpu(options.gpu)
     amx, amx_reason = (False, "AMX=off") if options.amx == "off" else probe.probe_amx(tools)
@@ -119,7 +122,7 @@ def make_plan(upstream: Upstream, options: Options) -> Plan:
     flags = [*BASE_FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}"]
     rpath = ["$ORIGIN"]
     if tools.native_amx and not amx:
-        # GGML_AMX_*=OFF does not help, since upstream does not look at it with GGML_NATIVE.
+        # llama.cpp ignores GGML_AMX_*=OFF if GGML_NATIVE is set.
         flags += [f"CMAKE_{lang}_FLAGS={' '.join(probe.AMX_OFF)}" for lang in ("C", "CXX")]
     if gpu:
         cuda_flags, cuda_libs = cuda.flags(options.cuda_arch)
@@ -140,21 +143,22 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _user_flags(text: str) -> list[str]:
-    """-D definitions of the CMAKE_ARGS variable; raises BuildError for anything else."""
+    """Return the -D definitions in the variable CMAKE_ARGS. Raises BuildError for anything else."""
     flags = []
     for word in shlex.split(text):
         if not re.match(r"-D\w+(:\w+)?=", word):
-            raise BuildError(f"CMAKE_ARGS may hold -DNAME=VALUE words only, not {word!r}")
+            raise BuildError(f"CMAKE_ARGS can only contain -DNAME=VALUE words, not {word!r}")
         flags.append(word[2:])
     return flags
 
 
 def cached_wheel(plan: Plan) -> Path | None:
-    """The finished wheel of this plan, or None where there is none or its file is damaged."""
+    """Return the cached wheel of a plan, or None if it does not exist or is damaged."""
     path = plan.wheel_path
     try:
         with zipfile.ZipFile(path) as archive:
-            # Of one that was cut off, the end of the archive within would pass for its own.
+            # The stamp must be in the list: in a truncated wheel, zipfile would find the end of the
+            # archive inside the wheel instead.
             whole = wheel.STAMP in archive.namelist() and archive.testzip() is None
             return path if whole else None
     except (OSError, zipfile.BadZipFile):
@@ -162,14 +166,16 @@ def cached_wheel(plan: Plan) -> Path | None:
 
 
 def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
-    """(wheel, plan, whether it was built just now). Interrupting it leaves nothing that a next
-    call trips over."""
+    """Build the wheel, or find it in the cache. Return (wheel, plan, whether it was built now).
+
+    An interrupted build can simply be repeated.
+    """
     plan = make_plan(upstream, options)
     found = cached_wheel(plan)
     if found:
         return found, plan, False
     with locked(cache_dir() / "lock") as lock:
-        # The sources may have been edited while we waited for another build.
+        # The sources may have been edited while this process waited for another build.
         plan = make_plan(upstream, options)
         found = cached_wheel(plan)
         if found:
@@ -178,7 +184,7 @@ def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
         sdist = fetch_sdist(upstream, options.sdist)
         root = sync_tree(sdist, upstream)
         if make_plan(upstream, options).key != plan.key:
-            raise BuildError("the sources changed while they were copied: run it again.")
+            raise BuildError("the sources changed while they were copied: run the command again.")
         compile_tree(plan, root / upstream.source, options.jobs, lock)
         _publish(plan, root)
     return plan.wheel_path, plan, True
@@ -187,14 +193,14 @@ def build(upstream: Upstream, options: Options) -> tuple[Path, Plan, bool]:
 def compile_tree(
     plan: Plan, source: Path, jobs: int | None, lock: int, targets: Sequence[str] = (TARGET,)
 ) -> None:
-    """Configures and compiles in plan.build_dir, reusing objects of earlier builds."""
+    """Configure and compile in `plan.build_dir`, reusing objects of earlier builds."""
     folder = plan.build_dir
     configured, running = folder / "moe-edge-configured", folder / "moe-edge-running"
     if folder.exists() and not configured.exists():
-        shutil.rmtree(folder)  # a first configuration that was interrupted
+        shutil.rmtree(folder)  # its first configuration was interrupted
     folder.mkdir(parents=True, exist_ok=True)
-    # Ninja lists what is complete, and compiles the rest again. Its list may say more than the disk
-    # has once the machine itself has gone down.
+    # Ninja records finished objects and compiles the others again, so a killed build can continue.
+    # After a crash of the machine, its records may not match the files on disk.
     killed = running.exists()
     if killed and (plan.tools.generator != "Ninja" or running.read_text() != _boot()):
         _drop_newer(folder, running.stat().st_mtime_ns)
@@ -208,7 +214,7 @@ def compile_tree(
     command += [f"-D{definition}" for definition in (*definitions, *plan.flags)]
     log = folder / "moe-edge-build.log"
     try:
-        # What a killed run warned of is not said again: its objects are there.
+        # Keep the log of a killed build: the warnings for its objects are not printed again.
         with log.open("a" if killed else "w") as file:
             _run(command, "configuring", file.fileno(), log, lock)
             configured.write_text("")
@@ -216,25 +222,26 @@ def compile_tree(
             command += ["--parallel", str(jobs or default_jobs(plan.gpu))]
             _run(command, "compiling", file.fileno(), log, lock)
     except (KeyboardInterrupt, BuildError):
-        # Compilers that fail, or have seen Ctrl-C too, remove what they had half written.
+        # Compilers that fail or receive Ctrl-C remove their incomplete output themselves.
         running.unlink(missing_ok=True)
         raise
     running.unlink()
 
 
 def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
-    """Configures with CUDA and compiles the kernels we build on; full: the whole library.
+    """Configure with CUDA and compile our kernels and the sources that they rely on.
 
-    Raises BuildError for an error, or for a warning in our own files.
+    full: compile the whole library.
+    Raises BuildError for an error, or for a warning in our files.
     """
     ours = [path.name for path in native_sources() if path.suffix == ".cu"]
-    # CMake puts the objects of sources outside their target's folder there.
+    # CMake's object folder for sources outside of their target's folder.
     folder = "ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
     objects = [f"{folder}/__/__/__/moe-edge/{name}.o" for name in ours]
     for name in objects:
-        (plan.build_dir / name).unlink(missing_ok=True)  # so that its warnings are said again
+        (plan.build_dir / name).unlink(missing_ok=True)  # compile it again, to see its warnings
     targets = ["ggml-cuda"]
-    # make cannot name one object of a subfolder from the top.
+    # make cannot build a single object of a subfolder from the top folder.
     if not full and plan.tools.generator == "Ninja":
         targets = [*(f"{folder}/{name}.o" for name in CUDA_SAMPLE), *objects]
     compile_tree(plan, source, None, lock, targets)
@@ -245,12 +252,13 @@ def check_cuda_objects(plan: Plan, source: Path, full: bool, lock: int) -> None:
 
 
 def our_warnings(log: str) -> list[str]:
-    """The lines of a build log that warn of a file of ours, each once."""
+    """Return the lines of a build log that contain warnings about our files, without duplicates."""
     return list(dict.fromkeys(match[0] for match in OUR_WARNING.finditer(log)))
 
 
 def _boot() -> str:
-    """What names this start of the machine; a new text each time where nothing does."""
+    """Return a text that identifies the current boot of the machine, or a random text if there is
+    none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -258,14 +266,14 @@ def _boot() -> str:
 
 
 def _drop_newer(folder: Path, since_ns: int) -> None:
-    """Deletes the objects and libraries of a killed run: any of them may be half written."""
+    """Delete the objects and libraries that a killed build may have left incomplete."""
     for path in folder.rglob("*"):
         if path.suffix in (".o", ".a", ".so") and path.lstat().st_mtime_ns >= since_ns:
             path.unlink()
 
 
 def default_jobs(gpu: bool) -> int:
-    """One per core, but no more than memory allows (about 1 GiB a compiler, 2 with CUDA)."""
+    """Return one job per core, but no more than fit in memory: 1 GiB per compiler, 2 with CUDA."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -293,7 +301,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
             progress.line(line.decode(errors="replace"))
         status = process.wait()
     except BaseException:
-        # Ctrl-C has reached the whole group already, but a plain kill reaches only us.
+        # Ctrl-C reaches all processes of the group, but `kill` reaches only this one.
         process.send_signal(signal.SIGINT)
         process.communicate()
         progress.close()
@@ -304,7 +312,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
         errors = [n for n, line in enumerate(lines) if re.search(r"\berror\b|CMake Error", line)]
         first = errors[0] if errors else max(0, len(lines) - 20)
         excerpt = "\n".join(line[:300] for line in lines[first : first + 20])
-        raise BuildError(f"{what} failed; the whole log is {log}\n{excerpt}")
+        raise BuildError(f"{what} failed. The whole log is {log}\n{excerpt}")
 
 
 def _publish(plan: Plan, root: Path) -> None:
@@ -317,7 +325,7 @@ def _publish(plan: Plan, root: Path) -> None:
 
 
 def header_symbols(header: Path = PATCHES / "native" / "moe-edge.h") -> tuple[int, list[str]]:
-    """(ABI version, exported function names) as the C header states them."""
+    """Return the ABI version and the exported function names of the C header."""
     text = header.read_text()
     version = re.search(r"^#define MOE_EDGE_ABI_VERSION (\d+)$", text, re.MULTILINE)
     if version is None:
@@ -339,17 +347,18 @@ print(json.dumps([missing, abi]))
 
 
 def check_libraries(libraries: list[Path]) -> None:
-    """Loads what was built in a child process; every function of our header must be there."""
+    """Load the built libraries in a child process and check the ABI version and the exported
+    functions."""
     if not any(path.stem == "libllama" for path in libraries):
-        raise BuildError("the build ended without libllama")
+        raise BuildError("the build has not produced libllama")
     abi, symbols = header_symbols() if read_series() else (None, [])
     argument = json.dumps([[str(path) for path in libraries], symbols])
     done = subprocess.run([sys.executable, "-c", CHECK, argument], capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"signal {-done.returncode}"]
-        raise BuildError(f"the built libraries do not load: {lines[-1]}")
+        raise BuildError(f"the built libraries cannot be loaded: {lines[-1]}")
     missing, found = json.loads(done.stdout)
     if missing:
         raise BuildError(f"the built libraries lack {', '.join(missing)}")
     if abi is not None and found != abi:
-        raise BuildError(f"the built libraries have ABI {found}, the header says {abi}")
+        raise BuildError(f"the built libraries have ABI version {found}, but the header has {abi}")

@@ -1,4 +1,4 @@
-"""CUDA: cmake flags, and a toolkit tree completed with cuBLAS where the toolkit lacks it."""
+"""cmake flags for CUDA, and a CUDA toolkit completed with cuBLAS if cuBLAS is missing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pathlib import Path
 from patches import probe
 from patches.upstream import BuildError, cache_dir, say
 
-# Without a GPU to ask, we build PTX that every card since Ampere can translate for itself.
+# On a machine without a GPU, build PTX code that drivers compile for any GPU since Ampere.
 DEFAULT_ARCH = 80
 
 
 def flags(arch: str | None) -> tuple[list[str], list[str]]:
-    """(cmake definitions, library folders for the run path). Raises BuildError."""
+    """Return the cmake definitions for CUDA and the library folders for the run path. Raises
+    BuildError."""
     nvcc = probe.need_nvcc()
     root = probe.toolkit_root(nvcc)
     header = "include/cublas_v2.h"
@@ -41,10 +42,12 @@ def flags(arch: str | None) -> tuple[list[str], list[str]]:
 
 
 def architectures(nvcc: str, capabilities: Iterable[int]) -> str:
-    """What cmake is told to compile for cards of these compute capabilities, such as 89: real code
-    where nvcc knows them, else code that the driver translates when it first loads it.
+    """Return the value of CMAKE_CUDA_ARCHITECTURES for GPUs of these compute capabilities, such as
+    89.
 
-    Raises BuildError for a card that this nvcc has given up.
+    The result names real code for GPUs that nvcc supports. For newer ones it names virtual code,
+    which the driver compiles when it is first loaded. Raises BuildError for a GPU that nvcc no
+    longer supports.
     """
     offered = offered_architectures(nvcc)
     return ";".join(dict.fromkeys(_code_for(each, offered) for each in capabilities)) or (
@@ -58,32 +61,33 @@ def _code_for(capability: int, offered: list[int]) -> str:
     older = [each for each in offered if each < capability]
     if not older:
         raise BuildError(
-            f"the GPU has compute capability {capability // 10}.{capability % 10}, and this CUDA "
-            f"toolkit compiles for {offered[0] // 10}.{offered[0] % 10} and newer: install an "
+            f"the GPU has compute capability {capability // 10}.{capability % 10}, but this CUDA "
+            f"toolkit only supports {offered[0] // 10}.{offered[0] % 10} and newer: install an "
             "older toolkit and set CUDA_HOME to it, or build with GPU=off."
         )
     say(
-        f"this CUDA toolkit does not know the GPU's compute capability {capability // 10}."
-        f"{capability % 10}: the driver compiles for it at the first start, which takes minutes"
+        f"this CUDA toolkit does not support the GPU's compute capability {capability // 10}."
+        f"{capability % 10}: the driver will compile the code at the first start, which takes "
+        "minutes"
     )
     return f"{older[-1]}-virtual"
 
 
 def offered_architectures(nvcc: str) -> list[int]:
-    """Compute capabilities that this nvcc compiles for, lowest first. Raises BuildError where it
-    does not say."""
+    """Return the compute capabilities that nvcc supports, in increasing order. Raises
+    BuildError."""
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = sorted(int(number) for number in re.findall(r"^compute_(\d+)$", done.stdout, re.M))
     if done.returncode != 0 or not found:
         raise BuildError(
-            f"{nvcc} --list-gpu-arch names no architecture: install CUDA 11.5 or newer, or name "
-            "one with CUDA_ARCH=86-real."
+            f"{nvcc} --list-gpu-arch lists no architecture: install CUDA 11.5 or newer, or set the "
+            "architecture, such as CUDA_ARCH=86-real."
         )
     return found
 
 
 def gpu_capabilities() -> list[int]:
-    """Compute capabilities of the GPUs here, such as 86, lowest first; [] without one."""
+    """Return the compute capabilities of this machine's GPUs, such as 86, in increasing order."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
@@ -97,8 +101,10 @@ def gpu_capabilities() -> list[int]:
 
 
 def overlay(root: Path, nvcc: str) -> Path:
-    """A tree of links to the toolkit with cuBLAS beside it, cached by version. cuBLAS is that of an
-    installed Python package, else it is downloaded from PyPI."""
+    """Return a tree of links to the CUDA toolkit, completed with cuBLAS. It is cached by version.
+
+    cuBLAS is taken from an installed Python package, otherwise downloaded from PyPI.
+    """
     version = probe.nvcc_version(nvcc)
     target = cache_dir() / "cuda" / f"{version}-cublas"
     if (target / "include" / "cublas_v2.h").exists():
@@ -134,19 +140,19 @@ def overlay(root: Path, nvcc: str) -> Path:
 
 
 def _installed(major: int) -> list[Path]:
-    """Headers and libraries of the package nvidia-cublas of a Python environment in use. [] where
-    none has the package for this major version of CUDA."""
+    """Return the headers and libraries of an installed package nvidia-cublas for this CUDA version,
+    or an empty list."""
     roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         base = Path(os.environ.get(variable) or os.devnull)
         roots += map(str, base.glob("lib/python3*/site-packages"))
     for root in dict.fromkeys(roots):
-        # cu13 holds all packages of CUDA 13. Up to CUDA 12 each has a folder of its own.
+        # CUDA 13 has one folder cu13 for all packages, earlier versions one folder per package.
         for folder in (Path(root) / f"nvidia/cu{major}", Path(root) / "nvidia/cublas"):
             libraries = sorted(folder.glob(f"lib/libcublas*.so.{major}"))
             headers = sorted(folder.glob("include/cublas*.h"))
             if libraries and folder / "include" / "cublas_v2.h" in headers:
-                say(f"this CUDA toolkit has no cuBLAS; using that of {folder}")
+                say(f"this CUDA toolkit has no cuBLAS: using the one in {folder}")
                 return libraries + headers
     return []
 
@@ -164,12 +170,12 @@ def _unpack(wheel: Path, stage: Path) -> None:
 
 def _download(version: list[str], folder: Path) -> Path:
     major, minor = int(version[0]), int(version[1])
-    # Up to CUDA 12 the package's name carries the major version.
+    # Up to CUDA 12 the package's name includes the major version.
     name = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
-    say(f"this CUDA toolkit has no cuBLAS; downloading {name} for CUDA {major}.{minor}")
+    say(f"this CUDA toolkit has no cuBLAS: downloading {name} for CUDA {major}.{minor}")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
-    # cuBLAS carries the version of the toolkit that it came with.
+    # cuBLAS packages have the version of their CUDA toolkit.
     command.append(f"{name}>={major}.{minor},<{major}.{minor + 1}")
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))

@@ -1,7 +1,7 @@
-"""The Python environment that moe-edge lives in: found or created, then filled.
+"""Find or create moe-edge's Python environment, and install packages into it.
 
-An active virtualenv or conda environment is used as it is; otherwise `.venv` in the
-repository is created.
+An active virtual environment or conda environment is used. Otherwise `.venv` in the repository is
+created.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from patches.upstream import (
 
 PYTHON_AT_LEAST = (3, 10)
 
-# This runs inside the environment, and prints what is installed there as one JSON object.
+# Runs in the environment's Python and prints the installed packages as a JSON object.
 INSPECT = """
 import importlib.metadata as metadata, json, sys
 report = {"version": sys.version_info[:2], "stamp": None, "names": [], "llama_cpp": None}
@@ -51,16 +51,19 @@ print(json.dumps(report))
 
 @dataclass(frozen=True)
 class Environment:
+    """A Python environment. `created` is true for the `.venv` of the repository."""
+
     root: Path
-    created: bool  # ours: .venv in the repository
+    created: bool
     python: Path
 
     @property
     def note(self) -> Path:
-        """What the last finished set-up put here; written last."""
+        """The file in which the last completed setup recorded its choices."""
         return self.root / "moe-edge-setup.json"
 
     def read_note(self) -> dict[str, Any]:
+        """Return the recorded choices, or an empty dict."""
         try:
             note = json.loads(self.note.read_text())
         except (OSError, ValueError):
@@ -69,7 +72,7 @@ class Environment:
 
 
 def locate() -> Environment:
-    """The environment to use; it may not exist yet. Touches nothing."""
+    """Return the environment to use, without creating it."""
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         root = os.environ.get(variable)
         if root and (Path(root) / "bin" / "python").exists():
@@ -79,7 +82,8 @@ def locate() -> Environment:
 
 
 def ensure(env: Environment) -> None:
-    """Creates .venv when it is needed; raises BuildError when that cannot work."""
+    """Create `.venv` if necessary. Raises BuildError if that fails or the environment has no
+    pip."""
     if env.created and not _has_pip(env.python):
         if sys.version_info < PYTHON_AT_LEAST:
             raise BuildError(_too_old(sys.version_info[:2]))
@@ -118,8 +122,8 @@ def _too_old(version: Sequence[int]) -> str:
 
 
 def inspect(env: Environment) -> dict[str, Any]:
-    """Describes what an environment has: its Python's version, the stamp and the folder of its
-    llama_cpp package, and the names of all packages. A value is None if the thing is missing."""
+    """Return the environment's Python version, the build record and the folder of its llama_cpp
+    package, and the names of all packages. A value is None if it does not exist."""
     report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():
         command = [str(env.python), "-I", "-c", INSPECT, wheel.STAMP]
@@ -130,6 +134,7 @@ def inspect(env: Environment) -> dict[str, Any]:
 
 
 def installed_key(report: dict[str, Any]) -> str | None:
+    """Return the key of the installed llama.cpp build, or None."""
     return str(report["stamp"].get("key")) if report["stamp"] else None
 
 
@@ -141,10 +146,12 @@ def install(
     extras: set[str],
     choices: dict[str, str],
 ) -> bool:
-    """Installs the wheel and the package with its extras; False when all of it was there.
+    """Install the wheel and moe-edge with its extras. Return False if everything was installed
+    already.
 
-    Extras once installed stay. choices (gpu, amx) are remembered, so that a forced one holds
-    until the next one.
+    Extras that were installed before are kept.
+
+    choices: the choices for gpu and amx, which are recorded for the next setup.
     """
     report, note = inspect(env), env.read_note()
     if report["version"] and tuple(report["version"]) < PYTHON_AT_LEAST:
@@ -169,7 +176,10 @@ def install(
         changed = True
     after = inspect(env)
     if installed_key(after) != key:
-        raise BuildError(f"pip replaced our build of {upstream.name} in {env.root}: run it again.")
+        raise BuildError(
+            f"pip has replaced moe-edge's build of {upstream.name} in {env.root}: run the command"
+            " again."
+        )
     if changed or any(note.get(name) != choice for name, choice in choices.items()):
         packages = packages if complete else sorted(after["names"])
         content = {"project": project, "extras": wanted, "packages": packages, **choices}
@@ -188,7 +198,7 @@ def _pip(env: Environment, what: str, arguments: list[str]) -> None:
 
 
 def ready_line(env: Environment) -> str:
-    """How the user reaches the moe-edge command from the shell that ran make."""
+    """Return the line that tells the user how to run moe-edge from the current shell."""
     if not env.created:
         return "ready: moe-edge chat"
     here = Path.cwd()

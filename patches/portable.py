@@ -1,10 +1,12 @@
-"""The wheel of moe-edge that needs no compiler: our packages, the bindings, libraries for several
-sets of instructions, llama.cpp's server, and the demo model. gguf_tools/built.py chooses the set.
-A wheel of its own, moe-edge-cuda, has what differs with CUDA, and is found where it is installed
-beside.
+"""Build the wheel of moe-edge that needs no compiler, and the additional wheel moe-edge-cuda.
 
-Its libraries have other names than upstream's: two of one name in a process would be one, and
-llama-cpp-python may be loaded beside it. They bring libgomp, and have libstdc++ within.
+The wheel contains our packages, the Python bindings, libraries for several instruction sets,
+llama.cpp's server, and the demo model. gguf_tools/built.py selects the instruction set at run time.
+moe-edge-cuda contains the libraries that differ with CUDA.
+
+The libraries have other names than llama.cpp's, because a process loads only one library of a name,
+and llama-cpp-python may be loaded in the same process. The wheel includes libgomp. libstdc++ is
+linked statically.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from patches.upstream import (
     say,
 )
 
-GLIBC = 34  # the newest minor version whose symbols a library may need
+GLIBC = 34  # minor version of the glibc that the wheel requires
 PACKAGE = "gguf_tools/_llama"
 STAMP = Path(wheel.STAMP).name
 COMPUTES = "libggml-cpu.so"
-# Of each machine, the least set of instructions first: the library that computes is compiled with
-# these for each, beside GGML's own for AVX2, and the others as in `make build`, for any processor.
-# What GCC writes for any processor takes 5 to 10 % longer over a prompt on AMD's last ones of AVX2.
+# Additional cmake definitions for libggml-cpu for each instruction set, the smallest set first. On
+# x86-64, all sets include ggml's default, AVX2. The set avx2 is tuned for AMD's last processors
+# without AVX-512: with GCC's generic tuning, prompts take 5 to 10 % longer on them.
 SETS_OF: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("CMAKE_C_FLAGS=-mtune=znver3", "CMAKE_CXX_FLAGS=-mtune=znver3"),
@@ -51,10 +53,10 @@ SETS_OF: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"armv8": (), "dotprod": ("GGML_CPU_ARM_ARCH=armv8.2-a+dotprod",)},
 }
-UNTRIED = {"aarch64": "; for ARM64, tried in an emulator alone"}
+UNTRIED = {"aarch64": "; for ARM64, only tested in an emulator"}
 MACHINE = platform.machine()
 SETS = SETS_OF.get(MACHINE, {})
-# Each library has libstdc++ within, and the source of what that finds in no older glibc.
+# Link libstdc++ statically, and add the source of a function that older versions of glibc lack.
 LINKED = "CMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -Wl,--exclude-libs,ALL " + shlex.quote(
     str(PATCHES / "native" / "moe-edge-random.cpp")
 )
@@ -63,7 +65,8 @@ FLAGS = (
     LINKED,
     "GGML_NATIVE=OFF",
 )
-# Of the same lengths, so that a name is exchanged where it stands in a library.
+# Library names in llama.cpp and in the wheel. They have equal lengths, so that they can be replaced
+# inside the libraries.
 NAMES = {
     f"lib{old}.so".encode(): f"lib{new}.so".encode()
     for old, new in (
@@ -71,20 +74,20 @@ NAMES = {
         *(("ggml-base", "gmoe-base"), ("ggml-cpu", "gmoe-cpu"), ("ggml-cuda", "gmoe-cuda")),
     )
 }
-# Cards from Turing to Blackwell; a driver translates the last one's code for those that come later.
+# GPUs from Turing to Blackwell. For later ones the driver compiles the code of the last entry.
 CUDA_ARCHITECTURES = "75-real;80-real;86-real;89-real;90-real;120"
 WITH_CUDA = ("libggml.so", "libggml-cuda.so")
-# Where Debian and Ubuntu have the licence of GCC's run-time libraries.
+# The licence of GCC's run-time libraries in Debian and Ubuntu.
 GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses/GPL-3")
 
 
 def tag(machine: str = MACHINE) -> str:
-    """Of a wheel for such machines."""
+    """Return the tag of a wheel for machines of this type."""
     return f"py3-none-manylinux_2_{GLIBC}_{machine}"
 
 
 def digest_of_patches() -> str:
-    """Of all that decides what the libraries are, but the compiler."""
+    """Return a hash of everything that determines the libraries, except the compiler."""
     digest = hashlib.sha256()
     for path in sorted(PATCHES.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -94,14 +97,18 @@ def digest_of_patches() -> str:
 
 
 def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
-    """Compiles what is not compiled yet, and writes the wheel into a folder: for the machine that
-    the compiler compiles for. Raises BuildError."""
+    """Build the wheel for the machine type of the compiler's target, and return its path.
+
+    Only what has changed is compiled. Raises BuildError.
+    """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     machine = _printed(tools.cc, "-dumpmachine").partition("-")[0]
     sets = SETS_OF.get(machine)
     if sets is None:
         known = " and ".join(SETS_OF)
-        raise BuildError(f"{tools.cc} compiles for {machine}, and wheels are made for {known}.")
+        raise BuildError(
+            f"{tools.cc} compiles for {machine}, but wheels can only be built for {known}."
+        )
     texts = {"METADATA": metadata(upstream, machine), "entry_points.txt": entry_points()}
     least = next(iter(sets))
     across: tuple[str, ...] = ()
@@ -109,7 +116,7 @@ def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder
         across = ("CMAKE_SYSTEM_NAME=Linux", f"CMAKE_SYSTEM_PROCESSOR={machine}")
     flags = (
         *FLAGS,
-        # The least set's library is found by whoever loads another one without having chosen.
+        # The fallback for a program that loads libllama without choosing an instruction set.
         f"CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/{least}",
         f"LLAMA_BUILD_COMMIT={upstream.local_version}",
         *across,
@@ -139,7 +146,7 @@ def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder
     libraries["libgomp.so.1"] = Path(_printed(tools.cc, "-print-file-name=libgomp.so.1"))
     data = {f"{PACKAGE}/lib/{_named(name)}": portable(path) for name, path in libraries.items()}
     if digest_of_patches() != patches:
-        raise BuildError("the patches changed while they were compiled: run it again.")
+        raise BuildError("the patches changed during compilation: run the command again.")
     stamp = {"version": upstream.local_version, "patches": patches, "sets": list(sets)}
     stamp |= {"key": hashlib.sha256(b"".join((patches.encode(), *data.values()))).hexdigest()}
     entries |= {f"{PACKAGE}/{STAMP}": wheel.as_json(stamp), **data, **our_files()}
@@ -153,14 +160,17 @@ def build_cuda_wheel(
     folder: Path,
     architectures: str,
 ) -> Path:
-    """moe-edge-cuda: the libraries that differ with CUDA, whose own ones come from PyPI. What is
-    compiled already stays. Raises BuildError."""
+    """Build the wheel moe-edge-cuda, and return its path.
+
+    NVIDIA's libraries are dependencies from PyPI. An interrupted build can be continued. Raises
+    BuildError.
+    """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     major = int(probe.nvcc_version(probe.need_nvcc()).split(".")[0])
     if major < 13:
-        raise BuildError(f"the wheel is made with CUDA 13 or newer, not with {major}.")
+        raise BuildError(f"the wheel needs CUDA 13 or newer, but nvcc has version {major}.")
     flags = (*FLAGS, f"LLAMA_BUILD_COMMIT={upstream.local_version}", *cuda.flags(architectures)[0])
-    # NVIDIA's packages lie four folders above, in site-packages.
+    # NVIDIA's packages are in site-packages, four folders up.
     flags += (f"CMAKE_INSTALL_RPATH=$ORIGIN;$ORIGIN/..;$ORIGIN/../../../../nvidia/cu{major}/lib",)
     plan = build.Plan(upstream, tools, flags, True, "", False, "", key="")
     with locked(cache_dir() / "lock") as lock:
@@ -169,14 +179,15 @@ def build_cuda_wheel(
         build.compile_tree(plan, root / upstream.source, jobs, lock, ("ggml",))
         texts = wheel.licences(root, upstream)
     if digest_of_patches() != patches:
-        raise BuildError("the patches changed while they were compiled: run it again.")
+        raise BuildError("the patches changed during compilation: run the command again.")
     return write_cuda([plan.build_dir / "bin" / name for name in WITH_CUDA], major, texts, folder)
 
 
 def write_cuda(
     libraries: Sequence[Path], major: int, texts: Mapping[str, bytes], folder: Path
 ) -> Path:
-    """The wheel of these libraries, which are made of the patches that are here."""
+    """Write a wheel with the given CUDA libraries, which must have been built from the current
+    patches."""
     about = project()
     lines = (
         *("Metadata-Version: 2.1", "Name: moe-edge-cuda", f"Version: {about['version']}"),
@@ -198,11 +209,12 @@ def write(
     folder: Path,
     machine: str = MACHINE,
 ) -> Path:
-    """A wheel in a folder, whole or not at all, with our licence and that of GCC's libraries."""
+    """Write a wheel atomically, including our licence and those of GCC's libraries. Return its
+    path."""
     texts = {**texts, "licenses/LICENSE": (REPO / "LICENSE").read_bytes()}
     for number, place in enumerate(GCC_LICENCES):
         if not Path(place).is_file():
-            raise BuildError(f"{place} is not here: the wheel is made on Debian or Ubuntu.")
+            raise BuildError(f"{place} does not exist: build the wheel on Debian or Ubuntu.")
         texts[f"licenses/LICENSE.gcc-runtime.{number}"] = Path(place).read_bytes()
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"{name}-{project()['version']}-{tag(machine)}.whl"
@@ -213,13 +225,15 @@ def write(
 
 
 def portable(path: Path) -> bytes:
-    """A library with the names that it has in the wheel. Raises BuildError for one that needs a
-    newer C library than the tag says, or the C++ library."""
+    """Return the contents of a library, renamed for the wheel.
+
+    Raises BuildError if the library needs a newer glibc than the wheel's tag allows, or libstdc++.
+    """
     data = path.read_bytes()
     newer = {int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", data) if int(n) > GLIBC}
     if newer or b"libstdc++.so" in data:
         what = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
-        raise BuildError(f"{path.name} needs {what}, which manylinux_2_{GLIBC} does not have.")
+        raise BuildError(f"{path.name} needs {what}, which manylinux_2_{GLIBC} does not include.")
     for old, new in NAMES.items():
         data = data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0")
     return data
@@ -235,7 +249,7 @@ def _printed(*command: str) -> str:
 
 
 def bindings(root: Path) -> dict[str, bytes]:
-    """Upstream's calls of libllama, under our own name."""
+    """Return llama-cpp-python's ctypes bindings, adapted to our package and library names."""
     changes = {
         "llama_cpp.py": (
             ("from llama_cpp._ctypes_extensions import", "from ._ctypes_extensions import"),
@@ -248,14 +262,14 @@ def bindings(root: Path) -> dict[str, bytes]:
         text = (root / "llama_cpp" / name).read_text()
         for old, new in pairs:
             if old not in text:
-                raise BuildError(f"{name}: {old!r} is not there any more.")
+                raise BuildError(f"{name}: {old!r} not found: adapt the bindings' changes.")
             text = text.replace(old, new)
         entries[f"{PACKAGE}/{name}"] = text.encode()
     return entries
 
 
 def our_files() -> dict[str, bytes]:
-    """Both packages, and the demo model within one of them."""
+    """Return the files of both our packages, with the demo model in one of them."""
     found = [
         path
         for package in ("gguf_tools", "orchestrator")
@@ -270,7 +284,7 @@ def our_files() -> dict[str, bytes]:
 
 
 def project() -> dict[str, Any]:
-    """The table of pyproject.toml."""
+    """Return the [project] table of pyproject.toml."""
     try:
         import tomllib
     except ModuleNotFoundError:
@@ -280,13 +294,14 @@ def project() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """Return what the package needs at run time, our build of llama.cpp included."""
+    """Return the run-time requirements of the package, including our build of llama.cpp."""
     lines = (PATCHES / "requirements.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
-    """Core metadata, without the bindings among what is required."""
+    """Return the wheel's METADATA. The requirements do not include the bindings, which the wheel
+    contains."""
     about = project()
     summary = about["description"] + UNTRIED.get(machine, "")
     lines = [
@@ -304,13 +319,17 @@ def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
 
 
 def entry_points() -> bytes:
+    """Return the wheel's entry_points.txt."""
     scripts = project()["scripts"].items()
     return "\n".join(("[console_scripts]", *(f"{a} = {b}" for a, b in scripts), "")).encode()
 
 
 def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | None:
-    """(wheel of the bindings, its key) with the libraries of a wheel in one of the folders, where
-    that was made of the patches that are here."""
+    """Make a wheel of the bindings from the libraries of a moe-edge wheel in one of the folders.
+
+    Return the wheel's path and its key, or None if no moe-edge wheel was built from the current
+    patches.
+    """
     patches = digest_of_patches()
     for path in (path for folder in folders for path in folder.glob(f"moe_edge-*_{MACHINE}.whl")):
         try:
@@ -335,6 +354,6 @@ def prebuilt(upstream: Upstream, folders: Sequence[Path]) -> tuple[Path, str] | 
         }
         with locked(cache_dir() / "lock"), publishing(target.parent, build.KEEP_WHEELS) as stage:
             wheel.write_archive(stage / target.name, entries, {"METADATA": about.encode(), **texts})
-        say(f"the libraries are those of {path}")
+        say(f"using the libraries of {path}")
         return target, stamp["key"]
     return None

@@ -1,4 +1,4 @@
-"""What this machine offers: compilers, build tools, AMX, CUDA."""
+"""Detect what this machine offers for the build: compilers, build tools, AMX and CUDA."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from patches.upstream import BuildError
 CMAKE_AT_LEAST = (3, 18)
 AMX_OFF = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 
-# These are the steps of upstream's AMX backend, written and optimised as upstream does: ask the
-# kernel, configure the tiles of every thread, load, multiply, store. The product is checked.
-# A processor that lists AMX may still answer with SIGILL: because of a virtual machine, or
-# because of the compiler. The header of GCC 12 tells it that ldtilecfg reads 8 of its 64
-# bytes; at -O3 it drops the stores of the others, and the first tile load is illegal.
+# The steps of ggml's AMX backend, compiled with the same optimization: request AMX from the kernel,
+# configure the tiles of every thread, load, multiply, store. The product is checked. A processor
+# that lists AMX can still raise SIGILL, because of a virtual machine or because of the compiler:
+# GCC 12's header declares that ldtilecfg reads only 8 of its 64 bytes, so at -O3 the compiler drops
+# the stores to the other bytes, and the first tile load is illegal.
 AMX_FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread")
 AMX_PROGRAM = r"""
 #include <immintrin.h>
@@ -82,13 +82,15 @@ int main() {
 
 @dataclass(frozen=True)
 class Toolchain:
+    """The compilers and build tools."""
+
     cc: str
     cxx: str
     cmake: str
     generator: str  # of cmake
     ccache: str | None
     identity: str  # compiler versions and the native feature macros, hashed into the cache key
-    native_amx: bool  # -march=native turns AMX on
+    native_amx: bool  # whether -march=native enables AMX
 
 
 def _which(variable: str, *names: str) -> str | None:
@@ -102,7 +104,10 @@ def _which(variable: str, *names: str) -> str | None:
 
 
 def find_toolchain() -> Toolchain:
-    """Raises BuildError with the package to install when something is missing."""
+    """Find the compilers and build tools.
+
+    Raises BuildError, which names the package to install, if something is missing.
+    """
     cc, cxx = _which("CC", "cc", "gcc", "clang"), _which("CXX", "c++", "g++", "clang++")
     if cc is None or cxx is None:
         raise BuildError(
@@ -138,7 +143,8 @@ def find_toolchain() -> Toolchain:
 
 
 def _macros(compiler: str, language: str) -> str:
-    """Predefined macros under -march=native: compiler version and CPU features in one text."""
+    """Return the predefined macros with -march=native, which identify compiler version and CPU
+    features."""
     for flags in (["-march=native"], ["-mcpu=native"], []):
         command = [compiler, *flags, "-x", language, "-dM", "-E", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -151,7 +157,7 @@ def _macros(compiler: str, language: str) -> str:
 
 
 def probe_amx(tools: Toolchain) -> tuple[bool, str]:
-    """(usable, why). Runs upstream's AMX steps in a child process, which may die of them."""
+    """Test in a child process, which may crash, whether AMX works. Return (works, reason)."""
     if not tools.native_amx:
         return False, "this compiler and processor have no AMX"
     with tempfile.TemporaryDirectory(prefix="moe-edge-amx.") as folder:
@@ -171,12 +177,13 @@ def probe_amx(tools: Toolchain) -> tuple[bool, str]:
 
 
 def find_nvcc() -> str | None:
+    """Return the path of nvcc, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
 
 
 def need_nvcc() -> str:
-    """Raises BuildError where there is none."""
+    """Return the path of nvcc. Raises BuildError if it is not installed."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError(
@@ -187,7 +194,7 @@ def need_nvcc() -> str:
 
 
 def find_gpu() -> tuple[bool, str]:
-    """(found, why) for an NVIDIA GPU that the driver can reach."""
+    """Test whether the driver can access an NVIDIA GPU. Return (found, reason)."""
     smi = shutil.which("nvidia-smi")
     if smi:
         try:
@@ -202,11 +209,14 @@ def find_gpu() -> tuple[bool, str]:
     return False, "no NVIDIA driver is loaded"
 
 
-def choose_gpu(asked: str) -> tuple[bool, str]:
-    """(build with CUDA, why) for asked = cuda | off | auto."""
-    if asked == "off":
+def choose_gpu(choice: str) -> tuple[bool, str]:
+    """Decide whether to build with CUDA. Return (decision, reason).
+
+    choice: cuda, off or auto.
+    """
+    if choice == "off":
         return False, "GPU=off"
-    if asked == "cuda":
+    if choice == "cuda":
         need_nvcc()
         return True, "GPU=cuda"
     found, why = find_gpu()
@@ -216,7 +226,7 @@ def choose_gpu(asked: str) -> tuple[bool, str]:
 
 
 def toolkit_root(nvcc: str) -> Path:
-    """Folder of the CUDA toolkit that this nvcc belongs to, as it says itself."""
+    """Return the folder of the CUDA toolkit to which nvcc belongs, according to nvcc."""
     done = subprocess.run([nvcc, "-v", "--dryrun", "x.cu"], capture_output=True, text=True)
     match = re.search(r"^#\$ TOP=(.+)$", done.stdout + done.stderr, re.MULTILINE)
     root = Path(match[1]) if match else Path(nvcc).resolve().parent.parent
@@ -224,8 +234,9 @@ def toolkit_root(nvcc: str) -> Path:
 
 
 def nvcc_version(nvcc: str) -> str:
+    """Return the version of nvcc. Raises BuildError."""
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+\.\d+), V(\S+)", text)
     if match is None:
-        raise BuildError(f"{nvcc} --version says no version")
+        raise BuildError(f"{nvcc} --version does not print a version: install CUDA again.")
     return match[2]

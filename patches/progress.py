@@ -1,4 +1,5 @@
-"""Progress of a build on stderr: one live line on a terminal, a line now and then elsewhere."""
+"""Show the progress of a build on stderr: a live line on a terminal, otherwise a line every 15
+s."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """Follows the [n/m] of ninja or the [ p%] of make in a compiler's output."""
+    """Progress display that parses the [n/m] of ninja or the [ p%] of make in the build output."""
 
     def __init__(self, what: str):
         self.what = what
@@ -20,6 +21,7 @@ class Progress:
         self._show()
 
     def line(self, text: str) -> None:
+        """Process one line of build output, and update the display if it reports progress."""
         match = re.match(r"\[\s*(\d+)/(\d+)\]|\[\s*(\d+)%\]", text)
         if not match:
             return
@@ -29,6 +31,7 @@ class Progress:
             self._show()
 
     def close(self) -> None:
+        """Show the final state and end the live line."""
         if self.live or self.done:
             self._show()
         if self.live:

@@ -1,8 +1,8 @@
-"""The patch series: reading, checking, applying and regenerating it.
+"""Read, check, apply and regenerate the patch series.
 
-A patch is a header (From, Subject, Reason, Forwarded, Upstream-Base, Remove-When)
-followed by a unified diff whose paths start at the top of the source distribution. A file
-belongs to exactly one patch, so patches do not depend on each other's line numbers.
+A patch is a header (From, Subject, Reason, Forwarded, Upstream-Base, Remove-When) followed by a
+unified diff, whose paths are relative to the top of the source distribution. Each file belongs to
+exactly one patch, so patches do not depend on each other's line numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from patches.upstream import PATCHES, BuildError, Sdist, Upstream, write_atomic
 HEADERS = ("From", "Subject", "Reason", "Forwarded", "Upstream-Base", "Remove-When")
 CONTEXT_LINES = 1
 
-# The only list of upstream's files that we touch. A call site in a new file deserves a look, so
-# it has to be added here by hand.
+# All files of llama.cpp that patches may change. New files are added here by hand, after a review
+# of whether they need a patch.
 ALLOWED_FILES = frozenset(
     f"vendor/llama.cpp/{name}"
     for name in (
@@ -51,18 +51,20 @@ MAX_ADDED_LINES = 200
 
 @dataclass(frozen=True)
 class Patch:
+    """A patch file: its name and its text."""
+
     name: str
     text: str
 
     @property
     def header(self) -> str:
-        """Everything before the diff, as written."""
+        """The text before the diff."""
         match = re.search(r"^--- ", self.text, re.MULTILINE)
         return self.text[: match.start()] if match else self.text
 
     @property
     def fields(self) -> dict[str, str]:
-        """Header fields; a line that starts with a blank continues the field above."""
+        """The header fields. A line that starts with a space continues the previous field."""
         found: dict[str, str] = {}
         last = ""
         for line in self.header.splitlines():
@@ -76,12 +78,13 @@ class Patch:
 
     @property
     def files(self) -> list[str]:
-        """Touched files, as paths inside the source distribution, in the patch's order."""
+        """The patched files in the order of the patch, as paths inside the source distribution."""
         pairs = re.findall(r"^--- (\S+)\n\+\+\+ (\S+)$", self.text, re.MULTILINE)
         return [(new if new != "/dev/null" else old).split("/", 1)[1] for old, new in pairs]
 
     @property
     def added_lines(self) -> int:
+        """The number of lines that the patch adds."""
         body = self.text[len(self.header) :]
         return sum(
             line.startswith("+") and not line.startswith("+++ ") for line in body.splitlines()
@@ -89,11 +92,13 @@ class Patch:
 
 
 def series_names(folder: Path = PATCHES) -> list[str]:
+    """Return the names of the patches in the order of the series."""
     lines = (folder / "series").read_text().splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def read_series(folder: Path = PATCHES) -> list[Patch]:
+    """Read all patches of the series. Raises BuildError if one does not exist."""
     patches = []
     for name in series_names(folder):
         path = folder / name
@@ -104,7 +109,7 @@ def read_series(folder: Path = PATCHES) -> list[Patch]:
 
 
 def problems(folder: Path, upstream: Upstream) -> list[str]:
-    """What is wrong with the series, as far as its files alone can tell; empty if nothing is."""
+    """Return the problems of the series that can be found without the source, as sentences."""
     found = []
     names = series_names(folder)
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -128,17 +133,20 @@ def problems(folder: Path, upstream: Upstream) -> list[str]:
             found.append(f"{patch.name}: changes no file")
         for file in patch.files:
             if file not in ALLOWED_FILES:
-                found.append(f"{patch.name}: {file} is not on the list of files we may touch")
+                found.append(f"{patch.name}: {file} is not in ALLOWED_FILES of patches/series.py")
             if owner.setdefault(file, patch.name) != patch.name:
                 found.append(f"{patch.name}: {file} already belongs to {owner[file]}")
         added += patch.added_lines
     if added > MAX_ADDED_LINES:
-        found.append(f"the series adds {added} lines; {MAX_ADDED_LINES} are allowed")
+        found.append(f"the series adds {added} lines, but the maximum is {MAX_ADDED_LINES}")
     return found
 
 
 def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
-    """Contents of every touched file after the whole series; raises BuildError on a reject."""
+    """Return the contents of all patched files after the whole series is applied.
+
+    Raises BuildError if a patch does not apply.
+    """
     if not patches:
         return {}
     if shutil.which("patch") is None:
@@ -151,8 +159,7 @@ def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
         for patch in patches:
-            # This is not `git apply`, which exits 0 and changes nothing inside a tree that some
-            # other repository contains.
+            # Do not use `git apply`: inside another repository it changes nothing and exits with 0.
             command = ["patch", "-p1", "--fuzz=0", "--forward", "--no-backup-if-mismatch"]
             done = subprocess.run(
                 command,
@@ -169,7 +176,8 @@ def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
 
 
 def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
-    """Unified diff of one file without dates; None stands for a file that does not exist."""
+    """Return the unified diff of one file, without dates. None means that the file does not
+    exist."""
     with tempfile.TemporaryDirectory(prefix="moe-edge-diff.") as folder:
         sides = []
         for side, data in (("a", old), ("b", new)):
@@ -191,30 +199,32 @@ def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
 
 
 def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes]) -> str:
-    """The patch's text for the given contents: its header, then its files in sorted order."""
+    """Return the text of a patch for given file contents: its header, then its files, sorted."""
     diffs = [diff_file(name, old.get(name), new.get(name)) for name in sorted(patch.files)]
     return patch.header.rstrip("\n") + "\n\n" + "".join(diffs)
 
 
 def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
-    """Problems that need the source: the series applies, and refreshing it changes no byte."""
+    """Return the problems that need the source: patches that do not apply or are not in refreshed
+    form."""
     try:
         new = apply_series(patches, sdist)
     except BuildError as error:
         return [str(error)]
     old = sdist.read(set(new))
     return [
-        f"{patch.name}: not as `make patches-refresh` writes it"
+        f"{patch.name}: not in standard form: run `make patches-refresh`"
         for patch in patches
         if regenerate(patch, old, new) != patch.text
     ]
 
 
 def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = PATCHES) -> int:
-    """Rewrites the patches from an edited tree, or from themselves; returns how many changed.
+    """Rewrite the patches, and return the number of patches that changed.
 
-    tree: an edited copy of the source distribution, or of the llama.cpp inside it. A changed
-    file that no patch owns is an error, so that no edit is lost silently.
+    tree: an edited copy of the source distribution or of the llama.cpp in it, from which to take
+        the contents. Default: the patches themselves. Raises BuildError for a changed file that
+        belongs to no patch, so that no edit is lost.
     """
     patches = read_series(folder)
     owned = {file for patch in patches for file in patch.files}
@@ -226,8 +236,8 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
         stray = sorted(name for name in new if name not in owned and new[name] != old.get(name))
         if stray:
             raise BuildError(
-                f"{tree}: changed files that belong to no patch: {', '.join(stray)}; "
-                "give them to one with `patches/tool.py add`"
+                f"{tree}: changed files that belong to no patch: {', '.join(stray)}: "
+                "add them to a patch with `patches/tool.py add`"
             )
     changed = 0
     for patch in patches:
@@ -241,12 +251,13 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """(upstream's, edited) contents of every file that is owned or differs from upstream's."""
+    """Return the original and the edited contents of all files that are owned or that were
+    edited."""
     prefix = upstream.source + "/"
     if (tree / upstream.source).is_dir():
         prefix = ""
     elif not (tree / "ggml").is_dir():
-        raise BuildError(f"{tree}: neither the source distribution nor the llama.cpp in it")
+        raise BuildError(f"{tree}: not a copy of the source distribution or of its llama.cpp")
     old: dict[str, bytes] = {}
     new: dict[str, bytes] = {}
     for name, data in sdist.files():
@@ -274,14 +285,15 @@ def add(
     upstream: Upstream,
     folder: Path = PATCHES,
 ) -> Patch:
-    """Creates a patch for these files of an edited tree and appends it to the series.
+    """Create a patch from files of an edited tree and append it to the series.
 
-    files are paths inside llama.cpp or inside the source distribution. An existing patch of
-    this name keeps its header where fields has nothing newer, and gets these files on top of
-    its own.
+    If a patch with this name exists, the files are added to it, and `fields` replaces the given
+    fields of its header.
+
+    files: paths inside llama.cpp or inside the source distribution.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*\.patch", name):
-        raise BuildError(f"{name}: a patch is called like its intent: lower-case-words.patch")
+        raise BuildError(f"{name}: not a valid name: use lower-case-words.patch")
     path = folder / name
     existing = Patch(name, path.read_text()) if path.exists() else None
     values = {**(existing.fields if existing else {}), **{k: v for k, v in fields.items() if v}}
@@ -289,7 +301,7 @@ def add(
     values.setdefault("Forwarded", "no")
     for key in HEADERS:
         if not values.get(key):
-            raise BuildError(f"{name}: no {key}; give it with --{key.lower()}")
+            raise BuildError(f"{name}: no {key}: set it with --{key.lower()}")
     prefix = upstream.source + "/"
     owned = {file if file.startswith(prefix) else prefix + file for file in files}
     owned |= set(existing.files if existing else [])

@@ -1,7 +1,7 @@
-"""Compiles llama.cpp's server core as a library that goes with an installed llama_cpp package.
+"""Compile llama.cpp's server core as a library for an installed llama_cpp package.
 
-`make build` does this after it has installed the package. The library has its own cache key, so
-that an edit of the server's sources does not rebuild libllama. A wheel of moe-edge contains it.
+`make build` does this after it has installed the package. The library has a separate cache key, so
+that an edit of the server's sources does not rebuild libllama. A moe-edge wheel contains it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KEEP = 4
 
 
 def library_path(upstream: Upstream, llama_cpp: Path, cache: Path) -> Path:
-    """Where the library for an installed llama_cpp package is in a cache folder, or will be.
+    """Return the path in the cache folder of the server library for an installed llama_cpp package.
 
-    Raises BuildError for a package that is not ours.
+    The file may not exist yet. Raises BuildError if moe-edge did not build the package.
     """
     try:
         stamp = json.loads((llama_cpp / "moe_edge_build.json").read_text())
     except (OSError, ValueError):
-        raise BuildError(f"{llama_cpp} is not moe-edge's llama.cpp: run `make build`.") from None
+        raise BuildError(f"{llama_cpp} was not built by moe-edge: run `make build`.") from None
     parts = [upstream.sha256, str(stamp.get("key")), TARGET]
     for path in sorted(SOURCES.iterdir()):
         parts += [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
@@ -89,7 +89,10 @@ def compile_server(
     lock: int,
     more: tuple[str, ...] = (),
 ) -> Path:
-    """The library, which links with libllama of a folder. more: cmake definitions."""
+    """Compile the server library and link it with the libllama in a folder. Return its path.
+
+    more: additional cmake definitions.
+    """
     folders = (f"UPSTREAM={source}", f"LIBRARIES={libraries}", f"OURS={SOURCES}")
     flags = ("CMAKE_BUILD_TYPE=Release", *folders, *more)
     plan = build.Plan(upstream, tools, flags, False, "", False, "", key="")

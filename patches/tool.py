@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Builds moe-edge's llama.cpp and keeps the patches in order; the Makefile calls it."""
+"""Build moe-edge's llama.cpp and maintain the patches. The Makefile calls this tool."""
 
 import signal
 import sys
 
-# A Ctrl-C while modules are imported gives no traceback. main() has a sentence for later ones.
+# Ctrl-C during the imports must not print a traceback. main() handles later ones.
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# Where this runs as a file, sys.path starts in patches/ instead of the repository.
+# If this file runs as a script, sys.path starts with patches/ instead of the repository.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from patches import build, env, portable, probe, series, server
@@ -38,7 +38,8 @@ from patches.upstream import (
 
 
 def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
-    """The flags of the command line, else those of the last set-up, else automatic ones."""
+    """Return the build options: from the command line, otherwise from the last setup, otherwise
+    auto."""
     return build.Options(
         gpu=str(args.gpu or remembered.get("gpu", "auto")),
         amx=str(args.amx or remembered.get("amx", "auto")),
@@ -49,6 +50,7 @@ def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Op
 
 
 def cmd_build(args: argparse.Namespace) -> int:
+    """Build the wheel, or find it in the cache, and print its path."""
     path, _, built = build.build(read_upstream(), options(args, env.locate().read_note()))
     say("built" if built else "up to date")
     print(path)
@@ -56,6 +58,7 @@ def cmd_build(args: argparse.Namespace) -> int:
 
 
 def cmd_setup(args: argparse.Namespace) -> int:
+    """Build the wheel and install it and moe-edge into the environment."""
     place = env.locate()
     chosen = options(args, place.read_note())
     upstream = read_upstream()
@@ -65,7 +68,7 @@ def cmd_setup(args: argparse.Namespace) -> int:
         if stamp is None or "sets" in stamp:
             found = portable.prebuilt(upstream, [REPO / "dist", *([args.files] * bool(args.files))])
     if found is None:
-        probe.find_toolchain()  # what is missing is said before anything is created
+        probe.find_toolchain()  # report missing tools before creating anything
     env.ensure(place)
     if found is None:
         path, plan, built = build.build(upstream, chosen)
@@ -85,6 +88,8 @@ def cmd_setup(args: argparse.Namespace) -> int:
 
 
 def cmd_wheel(args: argparse.Namespace) -> int:
+    """Build a wheel of moe-edge or moe-edge-cuda that runs on other machines, and print its
+    path."""
     given = read_upstream(), args.sdist, args.jobs, args.folder
     if args.gpu:
         chosen = args.cuda_arch or portable.CUDA_ARCHITECTURES
@@ -95,21 +100,24 @@ def cmd_wheel(args: argparse.Namespace) -> int:
 
 
 def cmd_server(args: argparse.Namespace) -> int:
+    """Compile the server library for an installed llama_cpp package and print its path."""
     print(server.build_server(read_upstream(), args.llama_cpp.resolve(), args.sdist))
     return 0
 
 
 def cmd_python(args: argparse.Namespace) -> int:
+    """Print the path of the environment's Python."""
     print(env.locate().python)
     return 0
 
 
 def cmd_verify(args: argparse.Namespace) -> int:
+    """Check the patch series and print the problems. Return 1 if there are any."""
     upstream = read_upstream()
     found = series.problems(PATCHES, upstream)
     path = fetch_sdist(upstream) if args.fetch else cached_sdist(upstream)
     if path is None:
-        say("source not cached: applying and refreshing are not checked (--fetch downloads it)")
+        say("the source is not cached, so not everything is checked: use --fetch to download it")
     elif not is_pinned(path, upstream):
         found.append(f"{path}: not the pinned source distribution")
     elif not found:
@@ -126,6 +134,7 @@ def cmd_verify(args: argparse.Namespace) -> int:
 
 
 def cmd_refresh(args: argparse.Namespace) -> int:
+    """Rewrite the patches, from an edited tree if one is given."""
     upstream = read_upstream()
     sdist = Sdist(fetch_sdist(upstream), upstream)
     changed = series.refresh(sdist, upstream, args.tree)
@@ -134,6 +143,7 @@ def cmd_refresh(args: argparse.Namespace) -> int:
 
 
 def cmd_add(args: argparse.Namespace) -> int:
+    """Create a patch from files of an edited tree, or add the files to an existing patch."""
     upstream = read_upstream()
     sdist = Sdist(fetch_sdist(upstream), upstream)
     fields = {
@@ -149,6 +159,7 @@ def cmd_add(args: argparse.Namespace) -> int:
 
 
 def cmd_source(args: argparse.Namespace) -> int:
+    """Unpack and patch the source in the cache and print the llama.cpp folder."""
     upstream = read_upstream()
     with locked(cache_dir() / "lock"):
         root = sync_tree(fetch_sdist(upstream, args.sdist), upstream)
@@ -157,6 +168,8 @@ def cmd_source(args: argparse.Namespace) -> int:
 
 
 def cmd_part(args: argparse.Namespace) -> int:
+    """Write an archive with the part of the source that is needed for building, and print its
+    path."""
     upstream = read_upstream()
     target = args.folder / upstream.sdist_name
     write_part(fetch_sdist(upstream, args.sdist), upstream, target)
@@ -165,13 +178,14 @@ def cmd_part(args: argparse.Namespace) -> int:
 
 
 def cmd_probe_amx(args: argparse.Namespace) -> int:
+    """Run the AMX probe and print the result. Return 1 if AMX does not work."""
     usable, why = probe.probe_amx(probe.find_toolchain())
     print(f"AMX {'works' if usable else 'is not used'}: {why}")
     return 0 if usable else 1
 
 
 def cmd_cuda_check(args: argparse.Namespace) -> int:
-    """Configures with CUDA and compiles some of its objects: no GPU needed."""
+    """Configure with CUDA and compile some of the objects. This needs nvcc, but no GPU."""
     upstream = read_upstream()
     chosen = build.Options(gpu="cuda", amx="off", cuda_arch=args.cuda_arch or None)
     plan = build.make_plan(upstream, chosen)
@@ -183,11 +197,13 @@ def cmd_cuda_check(args: argparse.Namespace) -> int:
 
 
 def use_files(args: argparse.Namespace) -> None:
-    """--files: pip takes wheels from this folder alone, and the source distribution is there too.
-    Raises BuildError where the folder is not there."""
+    """Make pip and the build use only the files in the folder --files, without network access.
+
+    Raises BuildError if the folder does not exist.
+    """
     folder: Path = args.files.resolve()
     if not folder.is_dir():
-        raise BuildError(f"--files {args.files}: there is no such folder")
+        raise BuildError(f"--files {args.files}: the folder does not exist")
     os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder.as_uri()}
     sdist = folder / read_upstream().sdist_name
     if getattr(args, "sdist", None) is None and sdist.exists():
@@ -195,9 +211,13 @@ def use_files(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(prog="patches/tool.py", description=__doc__)
     top.add_argument(
-        "--files", type=Path, metavar="DIR", help="wheels and source from there, no network"
+        "--files",
+        type=Path,
+        metavar="DIR",
+        help="take wheels and source from this folder, without network access",
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -207,51 +227,80 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
         sub.set_defaults(function=function)
         if flags:
-            sub.add_argument("--gpu", choices=["auto", "cuda", "off"])
-            sub.add_argument("--amx", choices=["auto", "on", "off"])
-            sub.add_argument("--jobs", type=int)
+            sub.add_argument(
+                "--gpu",
+                choices=["auto", "cuda", "off"],
+                help="build for NVIDIA GPUs (default: as in the last setup, otherwise auto)",
+            )
+            sub.add_argument(
+                "--amx",
+                choices=["auto", "on", "off"],
+                help="use AMX instructions (default: as in the last setup, otherwise auto)",
+            )
+        if flags or name == "wheel":
+            sub.add_argument("--jobs", type=int, help="number of compilers to run at once")
         if flags or name in ("cuda-check", "wheel"):
-            sub.add_argument("--cuda-arch", metavar="LIST", help="e.g. 86-real")
+            sub.add_argument(
+                "--cuda-arch", metavar="LIST", help="CUDA architectures, such as 86-real"
+            )
         if flags or name in ("wheel", "server", "source", "part", "cuda-check"):
-            sub.add_argument("--sdist", type=Path, help="use this copy instead of a download")
+            sub.add_argument(
+                "--sdist", type=Path, help="source distribution to use instead of downloading it"
+            )
         return sub
 
-    command("build", cmd_build, "build the wheel, or find it in the cache; prints its path", True)
-    setup = command("setup", cmd_setup, "build, then install into the environment", True)
-    setup.add_argument("--extras", default="", help="comma-separated, e.g. dev,convert")
+    command("build", cmd_build, "build the wheel unless it is cached, and print its path", True)
+    setup = command("setup", cmd_setup, "build the wheel and install it and moe-edge", True)
     setup.add_argument(
-        "--prebuilt", action="store_true", help="with libraries of a wheel in dist/ or --files"
+        "--extras", default="", help="comma-separated extras to install, such as dev,convert"
     )
-    anywhere = command("wheel", cmd_wheel, "build the wheel that runs anywhere; prints its path")
-    anywhere.add_argument("--folder", type=Path, default=REPO / "dist")
-    anywhere.add_argument("--jobs", type=int)
-    anywhere.add_argument("--gpu", choices=["cuda"], help="what it has besides on NVIDIA GPUs")
-    beside = command("server", cmd_server, "compile the server library; prints its path")
-    beside.add_argument("llama_cpp", type=Path, help="the installed llama_cpp package")
-    command("python", cmd_python, "print the environment's Python")
-    verify = command("verify", cmd_verify, "check the series")
-    verify.add_argument("--fetch", action="store_true", help="download the source when missing")
-    refresh = command("refresh", cmd_refresh, "rewrite the patches")
-    refresh.add_argument("--tree", type=Path, help="edited copy of llama.cpp to take them from")
+    setup.add_argument(
+        "--prebuilt",
+        action="store_true",
+        help="if possible, use the libraries of a moe-edge wheel in dist/ or --files",
+    )
+    wheels = command("wheel", cmd_wheel, "build a wheel for other machines, and print its path")
+    wheels.add_argument(
+        "--folder", type=Path, default=REPO / "dist", help="folder for the wheel (default: dist)"
+    )
+    wheels.add_argument(
+        "--gpu", choices=["cuda"], help="build moe-edge-cuda, the additional wheel for NVIDIA GPUs"
+    )
+    servers = command("server", cmd_server, "compile the server library and print its path")
+    servers.add_argument("llama_cpp", type=Path, help="folder of the installed llama_cpp package")
+    command("python", cmd_python, "print the path of the environment's Python")
+    verify = command("verify", cmd_verify, "check the patch series")
+    verify.add_argument(
+        "--fetch", action="store_true", help="download the source if it is not cached"
+    )
+    refresh = command("refresh", cmd_refresh, "rewrite the patches in their standard form")
+    refresh.add_argument(
+        "--tree", type=Path, help="edited copy of llama.cpp from which to take the changes"
+    )
     add = command("add", cmd_add, "create a patch from files of an edited tree")
-    add.add_argument("patch", help="e.g. route-hook.patch")
+    add.add_argument("patch", help="file name of the patch, such as route-hook.patch")
     add.add_argument(
         "--files", dest="changed", nargs="+", default=[], help="paths inside llama.cpp"
     )
-    add.add_argument("--tree", type=Path, required=True)
-    add.add_argument("--author", help="NAME <MAIL>")
+    add.add_argument("--tree", type=Path, required=True, help="edited copy of llama.cpp")
+    add.add_argument("--author", help="author of the patch, as NAME <MAIL>")
     for name in ("subject", "reason", "forwarded", "remove-when"):
-        add.add_argument(f"--{name}")
-    command("source", cmd_source, "unpack and patch; prints the llama.cpp folder")
-    part = command("part", cmd_part, "write the part of the source that is built; prints its path")
-    part.add_argument("folder", type=Path)
-    command("probe-amx", cmd_probe_amx, "try AMX in a child process")
+        add.add_argument(f"--{name}", help=f"the header field {name.title()}")
+    command("source", cmd_source, "unpack and patch the source, and print the llama.cpp folder")
+    part = command(
+        "part", cmd_part, "write the part of the source that a build without network needs"
+    )
+    part.add_argument("folder", type=Path, help="folder for the archive")
+    command("probe-amx", cmd_probe_amx, "test in a child process whether AMX works")
     cuda_check = command("cuda-check", cmd_cuda_check, "compile some CUDA objects")
-    cuda_check.add_argument("--full", action="store_true", help="all of them (an hour and more)")
+    cuda_check.add_argument(
+        "--full", action="store_true", help="compile all CUDA objects (an hour or more)"
+    )
     return top
 
 
 def main() -> int:
+    """Run the command of the command line and return the exit status."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = parser().parse_args()
@@ -263,7 +312,7 @@ def main() -> int:
         say(str(error))
         return 1
     except KeyboardInterrupt:
-        say("interrupted; the next call goes on from here")
+        say("interrupted: the next call continues from here")
         return 130
     return code
 

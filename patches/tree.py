@@ -1,8 +1,8 @@
-"""The unpacked source tree in the cache, kept equal to upstream + series + our sources.
+"""Maintain the unpacked source tree in the cache: llama-cpp-python, patched, with our sources.
 
-Files are rewritten only when their content changes, so that a build after an edit of one
-source compiles that source alone. Any other difference from upstream is undone: a tree that
-someone edited by hand cannot leak into a wheel.
+Files are rewritten only if their content changes, so that only edited sources are compiled again.
+All other differences from the release are undone, so that manual edits of the tree never get into a
+wheel.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ MANIFEST = ".moe-edge-manifest.json"
 NATIVE_SUFFIXES = (".h", ".cpp", ".cu")
 VERSION_FILE = "llama_cpp/__init__.py"
 
-# path inside the tree -> (size, mtime_ns) of upstream's own file
+# (size, mtime_ns) of each file of the release, by its path inside the tree
 Manifest = dict[str, tuple[int, int]]
 
 
 def native_sources(folder: Path = PATCHES / "native") -> list[Path]:
+    """Return the C++ and CUDA files that are copied into llama.cpp."""
     return sorted(path for path in folder.glob("*") if path.suffix in NATIVE_SUFFIXES)
 
 
 def tree_path(upstream: Upstream) -> Path:
+    """Return the folder of the unpacked source tree."""
     return cache_dir() / "source" / f"{upstream.base}-{upstream.sha256[:12]}"
 
 
 def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
-    """Unpacks the tree when it is missing, brings it up to date, returns its path.
+    """Unpack the source tree if necessary, update it, and return its path.
 
-    Safe to interrupt anywhere. The caller holds the build lock and has verified the hash.
+    Can be interrupted at any point. The caller must hold the build lock and have checked the
+    archive's hash.
     """
     sdist = Sdist(sdist_path, upstream)
     wanted = wanted_files(sdist, upstream)
@@ -58,8 +61,8 @@ def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
             raise BuildError(f"{root}: could not unpack {sdist_path.name}")
     damaged = _damaged(root, manifest, set(wanted))
     for name, data in sdist.read(damaged).items():
-        # The file gets the current time: one that gets its old content back must still look
-        # newer than the objects compiled from the content in between.
+        # Let the file get the current time: it must look newer than objects that were compiled
+        # from the edited content.
         write_atomic(root / name, data)
         status = os.stat(root / name)
         manifest[name] = (status.st_size, status.st_mtime_ns)
@@ -73,7 +76,7 @@ def sync_tree(sdist_path: Path, upstream: Upstream) -> Path:
 
 
 def wanted_files(sdist: Sdist, upstream: Upstream) -> dict[str, bytes]:
-    """Every file of the tree whose content is not upstream's."""
+    """Return the content of every file of the tree that differs from the release."""
     wanted = apply_series(read_series(), sdist)
     for path in native_sources():
         wanted[f"{upstream.source}/moe-edge/{path.name}"] = path.read_bytes()
@@ -107,7 +110,7 @@ def _unpack(sdist_path: Path, upstream: Upstream, root: Path) -> None:
         with tarfile.open(sdist_path, "r:*") as archive:
             if hasattr(tarfile, "data_filter"):
                 archive.extraction_filter = staticmethod(tarfile.data_filter)
-            # A nested repository would make git commands in the tree talk about it.
+            # Leave out .git: git commands in the tree must not find a nested repository.
             archive.extractall(
                 folder, members=(m for m in archive if ".git" not in Path(m.name).parts)
             )
@@ -122,7 +125,8 @@ def _unpack(sdist_path: Path, upstream: Upstream, root: Path) -> None:
 
 
 def _damaged(root: Path, manifest: Manifest, wanted: set[str]) -> set[str]:
-    """Deletes files that belong to nobody; returns upstream's files that need restoring."""
+    """Delete files that do not belong to the tree. Return the release's files that must be
+    restored."""
     intact = set()
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name != "__pycache__"]

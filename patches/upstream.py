@@ -1,4 +1,5 @@
-"""The pinned upstream release: what it is, where it is cached, how it is fetched."""
+"""The pinned llama-cpp-python release: its description, its place in the cache, and its
+download."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ REPO = PATCHES.parent
 
 
 class BuildError(Exception):
-    """One sentence for the user: what is wrong and what to do about it."""
+    """A build failed. The message is one sentence with the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Upstream:
+    """The pinned release, as described in patches/UPSTREAM."""
+
     name: str
     version: str
     sha256: str
@@ -42,16 +45,17 @@ class Upstream:
 
     @property
     def sdist_name(self) -> str:
+        """File name of the source distribution."""
         return f"{self.base}.tar.gz"
 
     @property
     def local_version(self) -> str:
-        """PEP 440 local version, so that the wheel is never taken for the stock package."""
+        """PEP 440 local version of our build, which distinguishes it from the stock package."""
         return f"{self.version}+moe.edge.{self.revision}"
 
 
 def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
-    """Raises BuildError for a missing, unknown or malformed line."""
+    """Read patches/UPSTREAM. Raises BuildError for a missing, unknown or malformed line."""
     fields: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         line = line.strip()
@@ -59,14 +63,14 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
             continue
         key, equals, value = (part.strip() for part in line.partition("="))
         if not equals or not value or key in fields:
-            raise BuildError(f"{path}:{number}: expected one KEY = VALUE a line, got {line!r}")
+            raise BuildError(f"{path}:{number}: expected KEY = VALUE, got {line!r}")
         fields[key] = value
     known = ("name", "version", "sha256", "source", "revision", "part")
     for key in (*known, *fields):
         if key not in fields:
             raise BuildError(f"{path}: no {key!r} line")
         if key not in known:
-            raise BuildError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
+            raise BuildError(f"{path}: unknown key {key!r}: known keys are {', '.join(known)}")
     for key in ("sha256", "part"):
         if len(fields[key]) != 64:
             raise BuildError(f"{path}: {key} must be 64 hexadecimal digits")
@@ -83,7 +87,8 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
 
 
 def cache_dir() -> Path:
-    """The user cache folder, as orchestrator/cache/files.py names it; created when missing."""
+    """Return the user's cache folder for moe-edge, as orchestrator/cache/files.py does, and create
+    it."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     path = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moe-edge"
     path.mkdir(parents=True, exist_ok=True)
@@ -91,15 +96,16 @@ def cache_dir() -> Path:
 
 
 def say(line: str) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Holds an exclusive lock on path and yields its descriptor.
+    """Hold an exclusive lock on a file for the block, and yield its descriptor.
 
-    A child that inherits the descriptor keeps the lock, so that the compiler of a killed
-    build and a new build never write to one folder at the same time.
+    Child processes that inherit the descriptor keep the lock. So the compilers of a killed build
+    and a new build never write to the same folder at once.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -107,7 +113,7 @@ def locked(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another build is running; waiting for it")
+            say("waiting for another build to finish")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
     finally:
@@ -115,7 +121,8 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a file that holds its old content or all of data, whenever the process dies."""
+    """Write a file atomically: it has either its old or its new content, even if the process
+    dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -130,8 +137,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def publishing(folder: Path, keep: int) -> Iterator[Path]:
-    """Yields an empty folder that gets the name `folder` when it is complete; of the folders
-    beside it the `keep` newest stay. The caller holds the build lock."""
+    """Yield an empty folder that is renamed to `folder` at the end of the block.
+
+    Of the folders next to it, only the `keep` newest are kept. The caller must hold the build lock.
+    """
     beside = folder.parent
     beside.mkdir(parents=True, exist_ok=True)
     for stale in beside.glob(".publish.*"):
@@ -149,6 +158,7 @@ def publishing(folder: Path, keep: int) -> Iterator[Path]:
 
 
 def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal text."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -157,22 +167,23 @@ def sha256_file(path: Path) -> str:
 
 
 def cached_sdist(upstream: Upstream) -> Path | None:
-    """The source distribution in the cache, or None. Its hash is not checked here."""
+    """Return the source distribution in the cache, without checking its hash, or None."""
     path = cache_dir() / "sdist" / upstream.sdist_name
     return path if path.exists() else None
 
 
 def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
-    """Path of the verified source distribution; downloads it with pip when not cached.
+    """Return the path of the source distribution, and download it with pip if it is not in the
+    cache.
 
-    given: a local copy, or the part that write_part made of one, to use instead. Raises
-    BuildError when the bytes are not the pinned ones: nothing of them has been executed then.
+    given: a local copy to use instead, or an archive that `write_part` wrote.
+    Raises BuildError if the file is not the pinned release. In this case none of it was executed.
     """
     target = cache_dir() / "sdist" / upstream.sdist_name
     if target.exists() and given is None:
         if is_pinned(target, upstream):
             return target
-        say(f"the cached {target.name} is damaged; fetching it again")
+        say(f"the cached {target.name} is damaged: downloading it again")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch.") as folder:
         if given is None:
@@ -185,8 +196,8 @@ def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
                 raise BuildError(f"{given}: {error.strerror}") from None
         if not is_pinned(fetched, upstream):
             raise BuildError(
-                f"{given or upstream.sdist_name}: sha256 is {sha256_file(fetched)}, "
-                f"patches/UPSTREAM pins {upstream.sha256}"
+                f"{given or upstream.sdist_name}: SHA-256 is {sha256_file(fetched)}, but "
+                f"patches/UPSTREAM requires {upstream.sha256}"
             )
         os.replace(fetched, target)
     return target
@@ -195,8 +206,7 @@ def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
 def _pip_download(upstream: Upstream, folder: Path) -> Path:
     say(f"downloading {upstream.sdist_name} (73 MiB)")
     requirements = folder / "requirements.txt"
-    # With the hash in the requirement, pip checks it before it runs the package's own
-    # build backend for the metadata.
+    # If the requirement has a hash, pip checks it before it runs the package's build backend.
     requirements.write_text(
         f"{upstream.name}=={upstream.version} --hash=sha256:{upstream.sha256}\n"
     )
@@ -220,20 +230,20 @@ def _pip_download(upstream: Upstream, folder: Path) -> Path:
 
 
 def errors_of_pip(said: str) -> list[str]:
-    """The lines with which pip says what is wrong, or all that it said."""
+    """Return the error lines in pip's output, or all lines if there are none."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return [line for line in lines if line.startswith("ERROR")] or lines
 
 
 class Sdist:
-    """Read access to the files of the source distribution, by path inside its top folder."""
+    """Read access to the files of the source distribution, by their paths inside its top folder."""
 
     def __init__(self, path: Path, upstream: Upstream):
         self.path = path
         self.prefix = upstream.base + "/"
 
     def read(self, names: set[str]) -> dict[str, bytes]:
-        """Contents of those of the named files that exist; one pass over the archive."""
+        """Return the contents of the named files that exist, in one pass over the archive."""
         found: dict[str, bytes] = {}
         if names:
             for name, data in self.files(names):
@@ -243,7 +253,7 @@ class Sdist:
         return found
 
     def files(self, names: set[str] | None = None) -> Iterator[tuple[str, bytes]]:
-        """(path, content) of every regular file, or of the named ones."""
+        """Yield path and content of every regular file, or of the named files."""
         with tarfile.open(self.path, "r:*") as archive:
             for member in archive:
                 name = member.name.removeprefix(self.prefix)
@@ -254,8 +264,8 @@ class Sdist:
                     yield name, handle.read()
 
 
-# The build, the wheel, the server, the emulation and upstream's operator tests take these files
-# below Upstream.source, a tenth of the whole.
+# The files below Upstream.source that are used by the build, the wheel, the server, the CUDA
+# emulation and llama.cpp's operator tests: a tenth of all files.
 _PART = (
     *("CMakeLists.txt", "LICENSE", "cmake/", "licenses/", "include/", "src/", "conversion/"),
     *("gguf-py/gguf/", "vendor/", "tests/test-backend-ops.cpp", "ggml/CMakeLists.txt"),
@@ -277,13 +287,16 @@ def _in_part(name: str, upstream: Upstream) -> bool:
 
 
 def part_files(path: Path, upstream: Upstream) -> dict[str, bytes]:
-    """The files that are built, by path and sorted, of the source distribution or of its part."""
+    """Return the files that are needed for building, sorted by path.
+
+    path: the source distribution, or an archive that `write_part` wrote.
+    """
     files = Sdist(path, upstream).files()
     return dict(sorted((name, data) for name, data in files if _in_part(name, upstream)))
 
 
 def content_digest(files: dict[str, bytes]) -> str:
-    """Hash of names and contents, whatever archive they come from."""
+    """Return a hash of file names and contents that does not depend on the archive format."""
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name}\0{len(data)}\0".encode())
@@ -292,8 +305,8 @@ def content_digest(files: dict[str, bytes]) -> str:
 
 
 def is_pinned(path: Path, upstream: Upstream) -> bool:
-    """Whether the file is the source distribution that patches/UPSTREAM names, or exactly the part
-    of it that is built."""
+    """Return whether a file is the pinned source distribution, or exactly the part of it for
+    building."""
     if sha256_file(path) == upstream.sha256:
         return True
     try:
@@ -305,13 +318,15 @@ def is_pinned(path: Path, upstream: Upstream) -> bool:
 
 
 def write_part(path: Path, upstream: Upstream, target: Path) -> None:
-    """Writes the part of the source distribution at `path` that is built. Raises BuildError where
-    that is not the part that is pinned."""
+    """Write an archive with the part of the source distribution that is needed for building.
+
+    Raises BuildError if it is not the pinned part.
+    """
     files = part_files(path, upstream)
     if content_digest(files) != upstream.part:
         raise BuildError(
-            f"the part of {path.name} that is built has the digest {content_digest(files)}, "
-            f"patches/UPSTREAM says {upstream.part}"
+            f"the part of {path.name} for building has the digest {content_digest(files)}, but "
+            f"patches/UPSTREAM requires {upstream.part}"
         )
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as archive:

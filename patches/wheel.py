@@ -1,6 +1,6 @@
-"""Packs bindings, libraries and whatever else into wheels (PEP 427).
+"""Write wheels (PEP 427).
 
-The same inputs give the same bytes: one order, one fixed date.
+Equal inputs give identical files: entries are in a fixed order and have a fixed date.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from typing import IO, Any
 from patches.upstream import BuildError, Upstream
 
 STAMP = "llama_cpp/moe_edge_build.json"
-# Upstream's converter of checkpoints and the gguf package of its version: `moe-edge convert`
-# runs them from here, so that it needs neither the source tree nor another gguf.
+# llama.cpp's checkpoint converter and its version of the gguf package. `moe-edge convert` runs them
+# from the wheel, so it needs neither the source tree nor another gguf package.
 CONVERTER_PARTS = ("conversion", "gguf-py/gguf")
-# What compressing makes smaller by a few per cent alone, and slower to install.
+# Files that are not compressed: it would save only a few per cent and slow down the installation.
 DENSE = (".gguf", ".zip")
 
 
 def platform_tag() -> str:
+    """Return the wheel's platform tag for this machine."""
     return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
 def file_name(upstream: Upstream) -> str:
     # The libraries are loaded with ctypes: no Python ABI is involved.
+    """Return the file name of the bindings' wheel."""
     return f"{upstream.name}-{upstream.local_version}-py3-none-{platform_tag()}.whl"
 
 
 def write(
     path: Path, upstream: Upstream, root: Path, libraries: list[Path], stamp: dict[str, object]
 ) -> None:
-    """The bindings' own wheel. root: the source tree, whose llama_cpp package, converter and
-    PKG-INFO go into it."""
+    """Write the wheel of the bindings.
+
+    root: the source tree that contains the llama_cpp package, the converter and PKG-INFO.
+    """
     entries = {
         str(file.relative_to(root)): file.read_bytes() for file in _python_files(root / "llama_cpp")
     }
@@ -60,8 +64,8 @@ def write(
 
 
 def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
-    """Those of the bindings, of llama.cpp and of what it brings, by their names in a wheel's
-    .dist-info."""
+    """Return the licence files of the bindings, of llama.cpp and of its dependencies, by their
+    names in the wheel's .dist-info folder."""
     source = root / upstream.source
     files = {"LICENSE.md": root / "LICENSE.md", "LICENSE.llama.cpp": source / "LICENSE"}
     files |= {file.name: file for file in sorted((source / "licenses").glob("*"))}
@@ -69,8 +73,11 @@ def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
 
 
 def converter(source: Path, package: str) -> dict[str, bytes]:
-    """Upstream's converter, as an archive below a package: Python imports from it, and who installs
-    the wheel unpacks and compiles nothing of it, which would take as long as all of ours."""
+    """Return an archive of llama.cpp's checkpoint converter, for the given package.
+
+    Python imports modules directly from the archive. Installing single files would take as long as
+    the rest of the wheel, because pip compiles each of them.
+    """
     buffer = io.BytesIO()
     files = (file for part in CONVERTER_PARTS for file in _python_files(source / part))
     _archive(buffer, {str(file.relative_to(source)): file.read_bytes() for file in files})
@@ -78,12 +85,16 @@ def converter(source: Path, package: str) -> dict[str, bytes]:
 
 
 def as_json(stamp: Mapping[str, Any]) -> bytes:
+    """Return the JSON text of a build record."""
     return (json.dumps(stamp, indent=2, sort_keys=True) + "\n").encode()
 
 
 def write_archive(path: Path, entries: dict[str, bytes], texts: dict[str, bytes]) -> None:
-    """entries: by path. texts: of the .dist-info folder, METADATA among them. Name, version and
-    tag are those of the file's name."""
+    """Write a wheel. Its name, version and tag are those of the file name.
+
+    entries: contents by path.
+    texts: contents of the .dist-info folder, including METADATA.
+    """
     name, version, tag = path.stem.split("-", 2)
     info = f"{name}-{version}.dist-info"
     entries = entries | {f"{info}/{file}": data for file, data in texts.items()}

@@ -1,1 +1,1 @@
-"""The demo model: its card, its file, the text that benchmarks read, and how it was made."""
+"""The demo model: model card, model file, benchmark text, and the code that trained it."""

@@ -305,9 +305,9 @@ def test_files_are_all_that_is_used(monkeypatch, tmp_path, user_folder):
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
     done = python("patches/tool.py", "--files", tmp_path, "source")
-    assert done.returncode == 1 and f"{sdist}: sha256 is" in done.stderr
+    assert done.returncode == 1 and f"{sdist}: SHA-256 is" in done.stderr
     done = python("patches/tool.py", "--files", "nowhere", "build")
-    assert done.returncode == 1 and "--files nowhere: there is no such folder" in done.stderr
+    assert done.returncode == 1 and "--files nowhere: the folder does not exist" in done.stderr
     args = argparse.Namespace(files=tmp_path, sdist=None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     tool_module.use_files(args)

@@ -78,10 +78,10 @@ def test_upstream_and_package_agree():
     ({"a.patch": HEADER.replace("Reason: none", "Nothing: none") + "\n" + BODY}, "no Reason"),
     ({"a.patch": HEADER.replace("0.3.36", "0.3.35") + "\n" + BODY}, "UPSTREAM is"),
     ({"a.patch": HEADER.replace(" <a@example.org>", "") + "\n" + BODY}, "NAME <MAIL>"),
-    ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "may touch"),
+    ({"a.patch": HEADER + "\n" + BODY.replace("llama-graph", "llama-chat")}, "ALLOWED_FILES"),
     ({"a.patch": HEADER + "\n" + BODY, "b.patch": HEADER + "\n" + BODY}, "already belongs"),
     ({"a.patch": HEADER}, "changes no file"),
-    ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "are allowed"),
+    ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "but the maximum is"),
 )
 def test_unsound_series_is_named(tmp_path, patches, said):
     found = series.problems(write_series(tmp_path, patches), read_upstream())
@@ -139,13 +139,13 @@ def test_a_patch_that_only_fits_with_fuzz_or_is_not_as_refresh_writes_it(tmp_pat
     sdist = make_sdist(tmp_path, {ALLOWED: b"one\ntwo\nthree\nfour\n"})
     wide = BODY.replace("-1,2 +1,3", "-1,4 +1,5") + " three\n four\n"
     found = series.check_source([Patch("a.patch", HEADER + "\n" + wide)], sdist)
-    assert found == ["a.patch: not as `make patches-refresh` writes it"]
+    assert found == ["a.patch: not in standard form: run `make patches-refresh`"]
 
 
 def test_wrong_source_is_refused(tmp_path, user_folder):
     wrong = tmp_path / "wrong.tar.gz"
     wrong.write_bytes(b"not it")
-    with pytest.raises(BuildError, match="sha256 is"):
+    with pytest.raises(BuildError, match="SHA-256 is"):
         fetch_sdist(read_upstream(), wrong)
     assert cached_sdist(read_upstream()) is None
 
@@ -166,11 +166,11 @@ def test_the_part_that_is_built_stands_for_the_source(tmp_path, user_folder):
     assert is_pinned(target, known) and not is_pinned(whole, known)
     assert dict(Sdist(fetch_sdist(known, target), known).files()) == inside
     assert cached_sdist(known) is not None
-    with pytest.raises(BuildError, match="UPSTREAM says"):
+    with pytest.raises(BuildError, match="UPSTREAM requires"):
         write_part(whole, read_upstream(), tmp_path / "other.tar.gz")
     for name, data in ((ALLOWED, b"one\n"), ("setup.py", b"")):
         wrong = make_sdist(tmp_path, inside | {name: data}).path
-        with pytest.raises(BuildError, match="sha256 is"):
+        with pytest.raises(BuildError, match="SHA-256 is"):
             fetch_sdist(known, wrong)
 
 
@@ -182,7 +182,7 @@ def test_the_pinned_part(source):
 
 @cases(
     "line, said",
-    ("version = 1", "one KEY = VALUE"),
+    ("version = 1", "expected KEY = VALUE"),
     ("colour = red", "unknown key"),
     ("words", "KEY = VALUE"),
 )

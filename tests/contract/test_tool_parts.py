@@ -58,7 +58,7 @@ def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(tmp_pa
 
 
 def test_a_stock_package_has_no_server(tmp_path):
-    with pytest.raises(BuildError, match="is not moe-edge's llama"):
+    with pytest.raises(BuildError, match="was not built by moe-edge"):
         server.build_server(read_upstream(), tmp_path)
 
 
@@ -95,14 +95,14 @@ def test_real_code_for_the_cards_that_nvcc_knows(nvcc, capsys):
     assert not capsys.readouterr().err
     # newer than the toolkit, and between two that it knows
     assert cuda.architectures(nvcc, [120]) == "90-virtual"
-    assert "does not know the GPU's compute capability 12.0" in capsys.readouterr().err
+    assert "does not support the GPU's compute capability 12.0" in capsys.readouterr().err
     assert cuda.architectures(nvcc, [89, 89]) == "86-virtual"
-    with pytest.raises(BuildError, match=r"6\.1, and this CUDA toolkit compiles for 7\.5"):
+    with pytest.raises(BuildError, match=r"6\.1, but this CUDA toolkit only supports 7\.5"):
         cuda.architectures(nvcc, [61])
 
 
 def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path):
-    with pytest.raises(BuildError, match="--list-gpu-arch names no architecture"):
+    with pytest.raises(BuildError, match="--list-gpu-arch lists no architecture"):
         cuda.offered_architectures(compiler(tmp_path, "exit 1"))
 
 

@@ -1,1 +1,1 @@
-"""How the demo model was made: data, tokenizer, training, export, conversion, evaluation."""
+"""Train the demo model: data, tokenizer, training, export, conversion and evaluation."""

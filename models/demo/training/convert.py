@@ -1,8 +1,8 @@
-"""Checkpoint to GGUF: `python -m models.demo.training.convert HF_DIR OUT.gguf --upstream DIR`.
+"""Convert a checkpoint to GGUF with `python -m models.demo.training.convert HF_DIR OUT.gguf ...`.
 
-Runs upstream's own converter. It knows a pre-tokenizer by a hash over the tokens of a test
-text, so a newly trained vocabulary is unknown to it, whatever its rules. This wrapper looks at
-the rules instead, as `moe-edge convert` does.
+Runs llama.cpp's converter, which recognizes pre-tokenizers by a hash of the tokens of a test text
+and therefore does not know a newly trained vocabulary. This wrapper compares the pre-tokenizer's
+rules instead, as `moe-edge convert` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NAME = "moe-edge demo"
 
 
 def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> None:
-    """Write `out` from the checkpoint in `hf_dir` with the converter in `upstream`."""
+    """Convert the checkpoint in `hf_dir` with the converter in the folder `upstream`, and write
+    `out`."""
     script = upstream / "convert_hf_to_gguf.py"
     if not script.is_file():
         raise SystemExit(f"{upstream}: convert_hf_to_gguf.py not found; give llama.cpp's folder")
@@ -51,9 +52,13 @@ def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.training.convert", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m models.demo.training.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     p.add_argument("hf_dir", type=Path, help="checkpoint folder")
-    p.add_argument("out", type=Path, help="GGUF to write")
+    p.add_argument("out", type=Path, help="the GGUF file to write")
     p.add_argument("--upstream", type=Path, required=True, help="llama.cpp's source folder")
     p.add_argument("--outtype", default="f16", choices=("f32", "f16", "bf16", "q8_0"))
     args = p.parse_args(argv)

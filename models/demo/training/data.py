@@ -1,8 +1,8 @@
-"""The training mix: token streams on disk, and batches packed from them.
+"""The training data: token streams on disk, and batches packed from them.
 
-A stream is a flat array of tokens with a flag per token (does the loss count it?) and the
-offsets of its documents. `build` writes the streams once into a cache folder; `Mixer` packs
-documents into rows, drawing streams by the weights of the current phase.
+A stream is a flat array of tokens, with a flag per token that tells whether the loss counts it, and
+the offsets of its documents. `build` writes the streams into a cache folder. `Mixer` draws
+documents from the streams, with the weights of the current phase, and packs them into rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FINAL = {"final": 1.0}
 
 
 class Stream:
-    """One stream in memory: tokens uint16, flags bool, and document offsets."""
+    """A stream in memory: tokens uint16, loss flags bool, and document offsets."""
 
     def __init__(
         self, tokens: NDArray[np.uint16], learn: NDArray[np.bool_], starts: NDArray[np.int64]
@@ -46,10 +46,10 @@ class Stream:
 
 
 def _stream(parts: Iterator[list[tuple[str, bool]]], tok: Tokenizer) -> Stream:
-    """Encode documents, each a list of (text, learn); pieces are encoded on their own.
+    """Encode documents, each a list of (text, whether the loss counts it).
 
-    The pieces of a chat end in special tokens or line breaks, so that encoding them apart
-    gives the tokens of the whole.
+    The pieces of a document are encoded separately. In chats they end with a special token or a
+    line break, so the result equals the tokens of the whole text.
     """
     tokens: list[NDArray[np.uint16]] = []
     learn: list[NDArray[np.bool_]] = []
@@ -86,7 +86,7 @@ def text_documents(texts: list[str]) -> Iterator[list[tuple[str, bool]]]:
 def build(
     data: Path, cache: Path, *, seed: int, vocab_size: int, chats: int = 110_000
 ) -> Tokenizer:
-    """Write tokenizer and streams to `cache` unless they are there already."""
+    """Write the tokenizer and the streams to the folder `cache`, unless they exist already."""
     done = cache / "done.json"
     recipe = {"seed": seed, "vocab_size": vocab_size, "chats": chats}
     if done.exists() and json.loads(done.read_text()) == recipe:
@@ -113,7 +113,7 @@ def build(
 
 
 def build_tiny(cache: Path, *, seed: int, vocab_size: int) -> Tokenizer:
-    """The toy mix: only what this package has written itself."""
+    """Build a toy data set from texts that this package generates itself."""
     cache.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     stories = [tales.tale(rng)[0] for _ in range(300)]
@@ -127,7 +127,7 @@ def build_tiny(cache: Path, *, seed: int, vocab_size: int) -> Tokenizer:
 
 
 class Mixer:
-    """Packs rows of `length` tokens; its state is one random generator."""
+    """Packs documents into rows of `length` tokens. Its only state is a random generator."""
 
     def __init__(self, cache: Path, seed: int, length: int) -> None:
         names = {*STABLE, *FINAL}
@@ -136,11 +136,12 @@ class Mixer:
         self.length = length
 
     def seed(self, *place: int) -> None:
-        """Draw the next batch from a generator seeded by its place in the training."""
+        """Use a random generator that is seeded by the batch's position in the training."""
         self.rng = np.random.default_rng(place)
 
     def batch(self, rows: int, weights: dict[str, float]) -> dict[str, torch.Tensor]:
-        """`tokens`, `doc`, `target` [B, T] and `weight` [B, T]: the arguments of `loss`."""
+        """Return `tokens`, `doc`, `target` and `weight`, each [B, T]: the arguments of
+        `DemoModel.loss`."""
         width = self.length + 1
         tokens = np.zeros((rows, width), np.int64)
         learn = np.zeros((rows, width), bool)

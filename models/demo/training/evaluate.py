@@ -1,8 +1,8 @@
-"""Measure a checkpoint: held-out perplexity, answers to unseen phrasings, sample dialogues.
+"""Evaluate a checkpoint: held-out perplexity, answers to new phrasings, and sample dialogues.
 
-`python -m models.demo.training.evaluate HF_DIR --data DIR [--gguf FILE]` runs the torch model; with
-`--gguf`, the weights are those of an exported tier, dequantized, so that the loss of a
-quantization is measured with everything else equal.
+`python -m models.demo.training.evaluate HF_DIR --data DIR [--gguf FILE]` runs the model in torch.
+With `--gguf`, it uses the dequantized weights of an exported tier. This measures the quality loss
+of the quantization with everything else equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DIALOGUES = (
 
 
 def load_hf(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> DemoModel:
-    """The model of an exported checkpoint; `weights` replace its tensors by name."""
+    """Load the model of an exported checkpoint. `weights` replaces its tensors by name."""
     raw = json.loads((folder / "config.json").read_text())
     cfg = ModelConfig(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
@@ -85,7 +85,7 @@ def load_hf(folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Dem
 
 
 def gguf_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a single-tier GGUF, dequantized, under their Hugging Face names."""
+    """Return the dequantized tensors of a single-tier GGUF by their Hugging Face names."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -111,7 +111,8 @@ def gguf_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Chat:
-    """Greedy answers of the torch model; it reads everything again for each token."""
+    """Greedy decoding with the torch model. It has no KV cache and recomputes the text for each
+    token."""
 
     def __init__(self, model: DemoModel, tok: Tokenizer, dtype: torch.dtype) -> None:
         self.model, self.tok, self.dtype = model, tok, dtype
@@ -126,7 +127,7 @@ class Chat:
         return self.answers([self.prompt(turns, question)], limit)[0]
 
     def answers(self, prompts: list[list[int]], limit: int = 60) -> list[str]:
-        """One answer per prompt, all together; rows are padded on the right."""
+        """Return the answers to all prompts, decoded in one batch. Rows are padded on the right."""
         rows = [list(p) for p in prompts]
         start = [len(r) for r in rows]
         open_rows = set(range(len(rows)))
@@ -157,7 +158,8 @@ def perplexity(
     dtype: torch.dtype,
     length: int = 512,
 ) -> float:
-    """exp of the mean loss over the flagged tokens; each document is read on its own."""
+    """Return exp of the mean loss over the flagged tokens. Each document is evaluated
+    separately."""
     total, count = 0.0, 0
     for ids, learn in docs:
         ids, learn = ids[:length], learn[:length]
@@ -175,7 +177,7 @@ Document = tuple[list[int], list[bool]]
 
 
 def held_out_chat(sources: Sources, tok: Tokenizer, count: int) -> list[Document]:
-    """Conversations of the training's kinds from a seed that it never used."""
+    """Return conversations like those of the training, from a seed that the training never used."""
     out = []
     for doc in chat_documents(sources, 990_001, count, FINAL_WEIGHTS, 0.5):
         ids: list[int] = []
@@ -195,7 +197,7 @@ def held_out_stories(data: Path, tok: Tokenizer, count: int) -> list[Document]:
 def accuracy(
     chat: Chat, cases: list[tuple[str, Callable[[str], bool]]], batch: int = 32
 ) -> tuple[float, list[tuple[str, str]]]:
-    """(share of right answers, the wrong ones)."""
+    """Return the share of correct answers, and the wrong answers."""
     wrong = []
     for s in range(0, len(cases), batch):
         part = cases[s : s + batch]
@@ -209,9 +211,9 @@ def accuracy(
 def cases(
     sources: Sources, seed: int, limit: int, *, held_out: bool = True
 ) -> dict[str, list[tuple[str, Any]]]:
-    """Questions with a check for each answer.
+    """Return questions, with a function that checks the answer to each.
 
-    `held_out` asks in phrasings that training never shows, otherwise in those of the training.
+    held_out: use phrasings that the training never showed, instead of those of the training.
     """
     rng = random.Random(seed)
     term_asks = TERM_HELD_OUT if held_out else TERM_QUESTIONS
@@ -237,7 +239,8 @@ def cases(
 
 
 def unknown_cases(data: Path, limit: int) -> list[tuple[str, Any]]:
-    """Questions to decline, from held-out parts of the collection."""
+    """Return questions that the model should decline to answer, from held-out parts of the
+    collection."""
     rng = random.Random(5)
     found = []
     for name in ("valid/sft_dolly", "eval/opentriviaqa_heldout"):
@@ -252,13 +255,17 @@ def _is_refusal(answer: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.training.evaluate", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m models.demo.training.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     p.add_argument("hf_dir", type=Path)
     p.add_argument("--data", type=Path, required=True)
-    p.add_argument("--gguf", type=Path, help="take the weights from this single-tier GGUF")
-    p.add_argument("--limit", type=int, default=200, help="questions of each kind")
-    p.add_argument("--documents", type=int, default=300, help="documents for perplexity")
-    p.add_argument("--float32", action="store_true", help="compute in float32, not bfloat16")
+    p.add_argument("--gguf", type=Path, help="use the weights of this single-tier GGUF")
+    p.add_argument("--limit", type=int, default=200, help="number of questions of each kind")
+    p.add_argument("--documents", type=int, default=300, help="number of documents for perplexity")
+    p.add_argument("--float32", action="store_true", help="compute in float32 instead of bfloat16")
     p.add_argument("--only", choices=("perplexity", "accuracy", "samples"))
     args = p.parse_args(argv)
     dtype = torch.float32 if args.float32 else torch.bfloat16

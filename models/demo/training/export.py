@@ -1,4 +1,4 @@
-"""Write the trained model as a Hugging Face checkpoint of the Qwen3-MoE architecture."""
+"""Export the trained model as a Hugging Face checkpoint of the Qwen3-MoE architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.demo.training.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, 
 
 
 def tensors(model: DemoModel) -> dict[str, torch.Tensor]:
-    """Parameters under their Hugging Face names, as [out, in] matrices."""
+    """Return the parameters by their Hugging Face names, as [out, in] matrices."""
     cfg = model.cfg
     q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     out = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
@@ -79,7 +79,7 @@ def hf_config(cfg: ModelConfig, tok: Tokenizer) -> dict[str, Any]:
 
 
 def export(model: DemoModel, tok: Tokenizer, out: Path) -> None:
-    """Write config, float16 weights, tokenizer and chat template to `out`."""
+    """Write configuration, float16 weights, tokenizer and chat template to the folder `out`."""
     cfg = model.cfg
     save_tokenizer(tok, out, cfg.max_position_embeddings)
     config = json.dumps(hf_config(cfg, tok), indent=2)
@@ -93,7 +93,7 @@ def export(model: DemoModel, tok: Tokenizer, out: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> DemoModel:
-    """The model of a training checkpoint, without its optimizer."""
+    """Load the model of a training checkpoint, without its optimizer."""
     state = torch.load(path, weights_only=False)
     model = DemoModel(ModelConfig.from_dict(state["config"]))
     model.load_state_dict(state["model"])
@@ -101,9 +101,13 @@ def load_checkpoint(path: Path) -> DemoModel:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.training.export", description=__doc__)
-    p.add_argument("checkpoint", type=Path, help="checkpoint.pt of a training")
-    p.add_argument("tokenizer", type=Path, help="folder with tokenizer.json (the cache)")
+    p = argparse.ArgumentParser(
+        prog="python -m models.demo.training.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("checkpoint", type=Path, help="checkpoint.pt of the training")
+    p.add_argument("tokenizer", type=Path, help="folder with tokenizer.json (the training's cache)")
     p.add_argument("out", type=Path)
     args = p.parse_args(argv)
     export(load_checkpoint(args.checkpoint), load_tokenizer(args.tokenizer), args.out)

@@ -1,7 +1,7 @@
-"""Country facts: parsed from the factbook questions and put into short, regular sentences.
+"""Country facts, parsed from factbook questions and rewritten as short, regular sentences.
 
-A fact is (kind, question templates, answer). The answers are the same for every phrasing, so
-that a small model has one string to remember for each fact.
+A fact is (kind, question templates, answer). The answer is the same for every phrasing of the
+question, so that a small model has to memorize only one text per fact.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Phrasings that training never shows: the evaluation asks these.
+# Phrasings that are not used for training, for the evaluation.
 HELD_OUT: dict[str, tuple[str, ...]] = {
     "capital": ("Could you name {c}'s capital city?", "I forgot, what's the capital of {c} again?"),
     "country_of": ("{v} is which country's capital?",),
@@ -109,7 +109,7 @@ _CONTINENTS = {
 }
 CONTINENT = {c.replace("_", " "): k for k, v in _CONTINENTS.items() for c in v.split()}
 
-# Official or main languages where the parsed questions have none.
+# Official or main languages of countries for which the parsed questions have none.
 _LANGUAGES = (
     "Australia:English;United Kingdom:English;United States:English and Spanish;Canada:English "
     "and French;India:Hindi and English;China:Mandarin Chinese;South Africa:Zulu, Xhosa, "
@@ -171,7 +171,7 @@ _CAPITAL_FIX = {
 
 @dataclass
 class Country:
-    """One country: how it is written, other names, and its facts by kind."""
+    """A country: its name in sentences, its other names, and its facts by kind."""
 
     name: str
     shown: str
@@ -185,7 +185,7 @@ def _upper(s: str) -> str:
 
 
 def _short(text: str, words: int, parts: int = 99) -> str:
-    """First clauses of a factbook entry that fit, without brackets and notes."""
+    """Return as many of the entry's first clauses as fit, without brackets and notes."""
     text = re.sub(r"\s*\([^)]*\)", "", text.split("; note")[0].split(" note")[0]).rstrip(". ")
     text = text.replace("metropolitan France: ", "")
     out: list[str] = []
@@ -201,7 +201,8 @@ def _short(text: str, words: int, parts: int = 99) -> str:
 
 
 def _people(count: int) -> str:
-    """Rounded to what a small model can keep: "1.4 billion", "56 million", "2,000"."""
+    """Round a population to a number that a small model can memorize: "1.4 billion", "56
+    million"."""
     if count >= 995_000_000:
         return f"{count / 1e9:.1f} billion"
     if count >= 10_000_000:
@@ -228,7 +229,7 @@ def _languages(text: str) -> str:
 
 
 def load_countries(records: list[dict[str, Any]]) -> list[Country]:
-    """Countries with a capital, from the chat records of `world_factbook_qa`."""
+    """Return the countries that have a capital, from the chat records of `world_factbook_qa`."""
     raw: dict[str, dict[str, str]] = {}
     for r in records:
         q, a = r["messages"][0]["content"], r["messages"][1]["content"]
@@ -238,7 +239,7 @@ def load_countries(records: list[dict[str, Any]]) -> list[Country]:
     for name, qa in raw.items():
         capital = qa.get("What is the capital of X?", "").split(" is ", 1)[-1].rstrip(". ")
         capital = _CAPITAL_FIX.get(name, capital.split("(")[0].split(";")[0].strip())
-        # Facts are learned by repetition: places without a continent above are left out.
+        # Facts need many repetitions, so places without a continent above are left out.
         if not capital or name not in CONTINENT:
             continue
         shown = _SHOWN.get(name, f"the {name}" if name in _WITH_ARTICLE else name)

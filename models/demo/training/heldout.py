@@ -1,18 +1,21 @@
-"""Text and questions that the demo model never saw, for `moe-edge eval`, and text to calibrate on.
+"""Generate text and questions that the demo model has never seen, for evaluation and calibration.
 
 `python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
-[--documents FILE.jsonl] [--calibration FILE.jsonl] [--loss-text FILE.jsonl]` writes JSON lines. In
-the text: answers of new conversations, each behind its conversation as context, since the model has
-not learned to write questions; and children's stories of the collection's held-out part. In the
-documents: how stories, tales, pages of a textbook and articles of an encyclopedia begin, of the
-same part. In the choices: the model's own facts and definitions in phrasings that training never
-showed, each with three answers to the same question about something else; and new stories of the
-kind that it tells, each to go on with one of four sentences. In the calibration text: other
-conversations of the kind that it learned, and stories that it learned from; none of the first text.
-In the loss text: such conversations, and the training's part of each kind in LOSS_TEXT, so that the
-loss table knows how far kinds of text differ. Without --data, which names the collection of the
-model's card, the conversations are those of our own grammar alone (stories, small talk, who the
-model is), and all questions are about stories.
+[--documents FILE.jsonl] [--calibration FILE.jsonl] [--loss-text FILE.jsonl]` writes JSON lines:
+
+- --out: answers in new conversations, with the conversation so far as context, because the model
+  was not trained to write questions; and children's stories of the collection's held-out part.
+- --documents: beginnings of stories, tales, textbook pages and encyclopedia articles, also held
+  out.
+- --choices: the model's facts and definitions in phrasings that it was not trained on, each with
+  three answers to the same question about something else; and new stories, each with four possible
+  next sentences.
+- --calibration: other conversations, and stories that the model was trained on.
+- --loss-text: conversations like these, and training text of each kind in LOSS_TEXT, so that the
+  loss table shows how kinds of text differ.
+
+--data names the text collection of the model card. Without it, all text comes from our own grammar:
+stories, small talk and questions about the model.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ DOCUMENTS = {
     "textbook": "valid/textbooks_ccby",
     "encyclopedia": "valid/enwiki_core",
 }
-# Kinds of text that the loss table is measured on, beside the model's own conversations.
+# Kinds of text for the loss table, in addition to the model's own conversations.
 LOSS_TEXT = {
     "stories": "train/stories_ccby",
     "tales": "train/stories_fairytaleqa",
@@ -53,8 +56,10 @@ Record = dict[str, Any]
 
 
 def chat_records(sources: Sources, count: int, last: bool = False) -> Iterator[Record]:
-    """One record for each answer of `count` conversations; last: for the last answer alone, so that
-    records are of different conversations."""
+    """Return one record per answer of `count` conversations.
+
+    last: only use the last answer of each conversation, so that records are independent.
+    """
     for pieces in chat_documents(sources, SEED, count, FINAL_WEIGHTS, 0.5):
         before = ""
         found: list[Record] = []
@@ -73,7 +78,7 @@ def story_records(data: Path | None, count: int) -> Iterator[Record]:
 
 
 def document_records(data: Path) -> Iterator[Record]:
-    """How each document begins, the kinds evenly mixed."""
+    """Return the beginnings of documents, with the kinds evenly mixed."""
 
     def kind(name: str) -> Iterator[Record]:
         for each in records(data, DOCUMENTS[name]):
@@ -85,7 +90,7 @@ def document_records(data: Path) -> Iterator[Record]:
 def calibration_records(
     sources: Sources, data: Path | None, chats: int, stories: int
 ) -> list[Record]:
-    """Whole conversations, and stories of the training's part of the collection."""
+    """Return whole conversations, and stories from the training part of the collection."""
     talk = chat_documents(sources, CALIBRATION_SEED, chats, FINAL_WEIGHTS, 0.5)
     known = iter(()) if data is None else records(data, "train/stories_ccby")
     tell = itertools.islice(known, stories)
@@ -98,8 +103,11 @@ def calibration_records(
 
 
 def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record]:
-    """`count` records of each kind, the kinds evenly mixed. Short texts of a kind are joined, so
-    that most windows of a calibration have text of one kind."""
+    """Return `count` records of each kind, with the kinds evenly mixed.
+
+    Short texts of a kind are joined, so that most calibration windows contain a single kind of
+    text.
+    """
 
     def joined(texts: Iterable[str], domain: str) -> Iterator[Record]:
         text = ""
@@ -118,7 +126,8 @@ def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record
 
 
 def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
-    """The parts' records, spread evenly over the whole, so that every beginning is a mixture."""
+    """Interleave the parts evenly, so that any beginning of the result is a mixture of all
+    parts."""
     lists = [list(part) for part in parts]
     places = [
         ((index + 0.5) / len(part), number, index)
@@ -130,9 +139,9 @@ def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
 
 
 def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
-    """About every country and kind of fact that has a held-out phrasing."""
+    """Return a question for every country and kind of fact with a held-out phrasing."""
     for kind, asks in facts.HELD_OUT.items():
-        if kind == "country_of":  # its answer repeats the capital, and the others' would not
+        if kind == "country_of":  # only the right answer would repeat the capital in the question
             continue
         known = [c for c in sources.countries if kind in c.answers]
         for country in known:
@@ -142,7 +151,8 @@ def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
-    """About every term of the glossary; the other definitions are given to this term."""
+    """Return a question for every glossary term, with the definitions of other terms as wrong
+    answers."""
     for term, answer in sources.glossary:
         others = (
             term[0].upper() + term[1:] + other[len(name) :]
@@ -153,8 +163,8 @@ def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def story_questions(rng: random.Random, count: int) -> Iterator[Record]:
-    """How does this new story of the model's own kind go on? The other sentences come from
-    stories about the same hero."""
+    """Return questions about how a new story continues. Wrong answers come from stories with the
+    same hero."""
     for _ in range(count):
         kind = rng.choice(tales.subjects())
         text, hero = tales.tale(rng, kind)
@@ -176,14 +186,15 @@ def shuffled(rng: random.Random, items: Sequence[Any]) -> list[Any]:
 
 
 def asked(question: str) -> str:
-    """A question in the chat template, up to where the answer starts."""
+    """Format a question with the chat template, up to the start of the answer."""
     return render([(question, "")])[0][0]
 
 
 def multiple_choice(
     rng: random.Random, prompt: str, answer: str, others: Iterable[str]
 ) -> Iterator[Record]:
-    """One record with the first of the others that differ, in random order; none without them."""
+    """Return a record with the answer and the first wrong answers that differ, in random order.
+    Return None if there are too few."""
     found = {answer: None}
     for each in others:
         found[each] = None
@@ -196,24 +207,40 @@ def multiple_choice(
 
 
 def write(path: Path, found: Iterable[Record]) -> int:
-    """Writes JSON lines; returns how many."""
+    """Write records as JSON lines and return their number."""
     lines = [json.dumps(record, ensure_ascii=False) for record in found]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return len(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m models.demo.training.heldout", description=__doc__)
-    p.add_argument("--data", type=Path, help="the collection of the model's card")
-    p.add_argument("--out", type=Path, required=True, help="the text, for --text")
-    p.add_argument("--choices", type=Path, help="also write questions, for --choices")
-    p.add_argument("--documents", type=Path, help="also write documents, for --text")
-    p.add_argument("--calibration", type=Path, help="also write text to calibrate on")
+    p = argparse.ArgumentParser(
+        prog="python -m models.demo.training.heldout",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument(
+        "--data", type=Path, help="folder of the text collection named in the model card"
+    )
+    p.add_argument(
+        "--out", type=Path, required=True, help="the text to write, for `moe-edge eval --text`"
+    )
+    p.add_argument(
+        "--choices", type=Path, help="also write questions, for `moe-edge eval --choices`"
+    )
+    p.add_argument(
+        "--documents", type=Path, help="also write documents, for `moe-edge eval --text`"
+    )
+    p.add_argument("--calibration", type=Path, help="also write calibration text")
     p.add_argument("--loss-text", type=Path, help="also write text for the loss table")
-    p.add_argument("--chats", type=int, default=160, help="conversations of the text")
-    p.add_argument("--last-answers", action="store_true", help="one answer of each of them")
-    p.add_argument("--stories", type=int, default=20, help="stories of the text")
-    p.add_argument("--questions", type=int, default=400, help="half of them facts")
+    p.add_argument("--chats", type=int, default=160, help="number of conversations in the text")
+    p.add_argument(
+        "--last-answers", action="store_true", help="use only the last answer of each conversation"
+    )
+    p.add_argument("--stories", type=int, default=20, help="number of stories in the text")
+    p.add_argument(
+        "--questions", type=int, default=400, help="number of questions, half of them about facts"
+    )
     args = p.parse_args(argv)
     if args.documents and args.data is None:
         p.error("--documents are of the collection: give --data")

@@ -1,6 +1,6 @@
-"""The elementwise pieces of the demo model's layers, each way through, and where they are compiled.
+"""Elementwise kernels of the demo model's layers, forward and backward, and their compilation.
 
-Parameters are float32; products run in bfloat16.
+Parameters are float32. Matrix products use bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of `gate_up`, and the activation again (cheaper than keeping it)."""
+    """Return the gradient of `gate_up`, and the recomputed activation, which is cheaper than
+    storing it."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     dhf = dh.float()
     sig = torch.sigmoid(gate)
@@ -36,7 +37,8 @@ def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
-    """out[n] = sum_k weight[n, k] * y[place[n, k]]; place [N, k] indexes sorted rows."""
+    """Return out[n] = sum_k weight[n, k] * y[place[n, k]]. place [N, k] contains indices of sorted
+    rows."""
     out = y[place[:, 0]].float() * weight[:, 0:1]
     for j in range(1, place.shape[1]):
         out = out + y[place[:, j]].float() * weight[:, j : j + 1]
@@ -46,7 +48,7 @@ def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
 def _combine_backward(
     dout: Tensor, y: Tensor, token: Tensor, row_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Per sorted row: gradient of the expert output, and of its routing weight."""
+    """Return, for each sorted row, the gradients of the expert output and of the routing weight."""
     g = dout[token].float()
     return (g * row_weight[:, None]).to(dout.dtype), (g * y.float()).sum(-1)
 
@@ -68,7 +70,8 @@ def _attention_in(
     sin: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B*K, G*T, D], keys and values [B*K, T, D]: K kv heads, G queries for each."""
+    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] for K KV heads with G queries
+    each."""
     heads, kv_heads, head_dim, eps = dims
     batch, length, _ = x.shape
     group = heads // kv_heads
@@ -83,10 +86,10 @@ def _attention_in(
 
 
 def _softmax(score: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Masked softmax of [B*K, G*T, T] scores; mask [B, T, T] is 0 or 1.
+    """Masked softmax of scores [B*K, G*T, T]. mask [B, T, T] is 0 or 1.
 
-    The row maximum is not subtracted: queries and keys are normalised, so a score stays
-    near sqrt(D), and a pass over the scores is saved.
+    The row maximum is not subtracted. Queries and keys are normalized, so scores are at most about
+    sqrt(D), and this saves a pass over the scores.
     """
     batch, length, _ = mask.shape
     s = score.view(batch, -1, length, length).float() * scale
@@ -107,7 +110,7 @@ def _attention_out(
     router_w: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual stream, router input, router logits) from the attention output."""
+    """Return residual stream, router input and router logits from the attention output."""
     heads, _, head_dim, eps = dims
     batch, length, _ = x.shape
     a = a.view(batch, heads, length, head_dim).transpose(1, 2)
@@ -117,14 +120,14 @@ def _attention_out(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, T, H, D] with the two halves of D as pairs."""
+    """Apply rotary embeddings to [B, T, H, D]. Pairs are formed from the two halves of D."""
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[None, :, None, :], sin[None, :, None, :]
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)
 
 
 def _chunk_loss(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row: log of the partition function, and weight * softmax."""
+    """Return for each row the log of the partition function, and weight * softmax."""
     x = logits.float()
     top = x.amax(-1, keepdim=True)
     e = torch.exp(x - top)
@@ -133,7 +136,7 @@ def _chunk_loss(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Kernels:
-    """The elementwise pieces, compiled when asked for; one instance per process."""
+    """The elementwise kernels, compiled if requested. There is one instance per process."""
 
     def __init__(self, compiled: bool) -> None:
         wrap: Callable[..., Any] = (

@@ -1,10 +1,9 @@
-"""The demo model in torch: a Qwen3-MoE language model written for training on a CPU.
+"""The demo model in torch: a Qwen3-MoE language model for training on a CPU.
 
-Parameters are float32; products run in bfloat16. Each layer keeps its experts in two
-stacked tensors, `gate_up` [E, d, 2f] and `down` [E, f, d], so that one expert is one
-contiguous matrix and a step needs two products per expert and direction (`products.py`).
-
-`export.py` turns the parameters into the names and shapes of a Hugging Face checkpoint.
+Parameters are float32. Matrix products use bfloat16. The experts of a layer are two stacked
+tensors, `gate_up` [E, d, 2f] and `down` [E, f, d], so that each expert's matrix is contiguous and a
+step needs two products per expert and direction (`products.py`). `export.py` converts the
+parameters to the names and shapes of a Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from models.demo.training.products import AttentionFunction, ExpertsFunction, He
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the model; names follow the Hugging Face configuration where one exists."""
+    """Shape of the model, with the names of the Hugging Face configuration."""
 
     vocab_size: int = 6144
     hidden_size: int = 256
@@ -53,7 +52,7 @@ class ModelConfig:
 
 
 class Layer(nn.Module):
-    """Parameters of one decoder layer; all matrices are stored input-major."""
+    """Parameters of one decoder layer. All matrices are stored as [in, out]."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Layer(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """Decoder with tied embeddings; `loss` trains it, `logits` evaluates it."""
+    """Decoder with tied embeddings. Use `loss` for training and `logits` for evaluation."""
 
     def __init__(self, cfg: ModelConfig, *, compiled: bool = False) -> None:
         super().__init__()
@@ -94,10 +93,11 @@ class DemoModel(nn.Module):
     def hidden(
         self, tokens: Tensor, doc: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Final hidden states [B, T, d], balance loss, and expert load [L, E] (shares).
+        """Return the final hidden states [B, T, d], the balance loss, and the load of each expert
+        [L, E].
 
-        `doc` [B, T] numbers the documents packed into a row: a token attends only to
-        earlier tokens of its own document.
+        doc: [B, T], number of the document to which each token of a row belongs. A token only
+            attends to earlier tokens of its own document.
         """
         cfg = self.cfg
         batch, length = tokens.shape
@@ -137,7 +137,8 @@ class DemoModel(nn.Module):
     def loss(
         self, tokens: Tensor, doc: Tensor, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean cross-entropy over weighted positions, balance loss, expert load [L, E])."""
+        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert [L,
+        E]."""
         h, aux, load = self.hidden(tokens, doc)
         keep = weight.reshape(-1).nonzero().squeeze(-1)
         # Padding to whole chunks keeps the shape of the compiled loss fixed.
@@ -152,6 +153,6 @@ class DemoModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Logits [B, T, V] in float32."""
+        """Return the logits [B, T, V] in float32."""
         h, _, _ = self.hidden(tokens, dtype=dtype)
         return h.float() @ self.embed.float().t()

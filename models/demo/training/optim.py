@@ -11,9 +11,10 @@ from models.demo.training.model import DemoModel
 
 
 def orthogonalise(g: Tensor, steps: int = 4) -> Tensor:
-    """Nearest semi-orthogonal matrix of each [m, n] in a batch, by Newton-Schulz iteration.
+    """Return the nearest semi-orthogonal matrix of each [m, n] matrix, by Newton-Schulz iteration.
 
-    The quintic's coefficients are those of Jordan et al. (2024): singular values end near 1.
+    The coefficients of the quintic polynomial are those of Jordan et al. (2024). All singular
+    values end near 1.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
@@ -28,7 +29,7 @@ def orthogonalise(g: Tensor, steps: int = 4) -> Tensor:
 
 
 class Muon:
-    """Momentum, orthogonalised per matrix; fused matrices are split along their columns."""
+    """Momentum with orthogonalized updates. Fused matrices are split by columns first."""
 
     def __init__(
         self, params: list[tuple[Tensor, int, Tensor]], momentum: float, decay: float
@@ -52,11 +53,12 @@ class Muon:
 
 
 class Optimizer:
-    """Both halves behind one `step`; a process updates the parameters it owns.
+    """Muon and AdamW with a common `step`. Each process updates the parameters that it owns.
 
-    Layers are dealt out to the processes; embeddings, routers and norms belong to rank 0.
-    `owned` are indices into `model.parameters()`; `momentum` holds Muon's buffers in the same
-    order, in shared memory.
+    Layers are distributed over the processes. Embeddings, routers and norms belong to rank 0.
+
+    owned: indices into `model.parameters()`.
+    momentum: Muon's buffers in the same order, in shared memory.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Optimizer:
         routers: list[Tensor] = []
         everyone: set[int] = set()
         for n, layer in enumerate(model.layers):
-            # Four pieces keep queries (two) apart from keys and values.
+            # Four pieces: two for the queries, one for the keys, one for the values.
             group = [(layer.qkv, 4), (layer.out, 1), (layer.gate_up, 2), (layer.down, 1)]
             everyone |= {id(p) for p, _ in group}
             routers.append(layer.router)
@@ -111,7 +113,8 @@ class Optimizer:
         return {"adam": self.adam.state_dict() if self.adam else None, "muon": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Meant for rank 0: Muon's buffers are shared with the others."""
+        """Load the optimizer state. Only rank 0 calls this: Muon's buffers are shared by all
+        processes."""
         if self.adam is not None:
             self.adam.load_state_dict(state["adam"])
         for buf, old in zip(self.momentum, state["muon"], strict=True):

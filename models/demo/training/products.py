@@ -1,7 +1,7 @@
-"""The products of the demo model with hand-written backward passes: experts, attention, the head.
+"""Matrix products of the demo model with hand-written backward passes: experts, attention, output.
 
-Tokens are sorted by expert once per layer; every gather then has a matching gather (never a
-scatter) in the backward pass.
+Tokens are sorted by expert once per layer. The backward pass of each gather is also a gather, which
+is faster than a scatter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _ROW_STEP = 128
 def _sort_by_expert(
     ids: Tensor, weight: Tensor, experts: int
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-    """Rows sorted by expert: bounds [E + 1], place [N, k], token [R] and weight [R] of a row.
+    """Sort tokens by expert. Return bounds [E + 1], place [N, k], and token [R] and weight [R] per
+    row.
 
-    Each expert's rows are padded to a multiple of `_ROW_STEP` with rows of weight 0: oneDNN
-    compiles a kernel for each new matrix size, which would cost more than the product. R is
-    fixed, so rows behind the last expert exist and mean nothing.
+    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0, because
+    oneDNN compiles a kernel for each new matrix size, which takes longer than the product. R is
+    constant, so there are unused rows after those of the last expert.
     """
     flat = ids.reshape(-1).to(torch.uint8).numpy()
     count = np.bincount(flat, minlength=experts)
@@ -45,7 +46,7 @@ def _sort_by_expert(
 
 
 class ExpertsFunction(torch.autograd.Function):
-    """All experts of one layer on tokens sorted by expert."""
+    """Computes all experts of a layer for tokens that are sorted by expert."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -100,7 +101,7 @@ class ExpertsFunction(torch.autograd.Function):
 
 
 class AttentionFunction(torch.autograd.Function):
-    """Plain attention: for short rows, two products beat the fused kernel of the CPU."""
+    """Plain attention. For short rows, two products are faster than the CPU's fused kernel."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -123,7 +124,7 @@ class AttentionFunction(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Tied output head and cross-entropy in chunks; logits are never kept."""
+    """Tied output matrix and cross-entropy in chunks, so that the logits are never stored."""
 
     CHUNK = 1024
 

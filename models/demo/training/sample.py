@@ -1,8 +1,8 @@
-"""Text for measurements on the demo model: conversations of the kinds it was trained on.
+"""Generate text for measurements with the demo model: conversations like those of its training.
 
-`python -m models.demo.training.sample > models/demo/conversations.txt` makes the file that the
-benchmark reads; a line of % stands between two. All of it comes from our own grammar (`tales.py`,
-`smalltalk.py`): no data is needed.
+`python -m models.demo.training.sample > models/demo/conversations.txt` writes the file that the
+benchmark reads, with a line of % between two conversations. All text comes from our own grammar
+(`tales.py`, `smalltalk.py`), so no data is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = {"story": 0.5, "small": 0.3, "identity": 0.2}
 
 
 def conversations(count: int = COUNT, seed: int = SEED) -> list[str]:
-    """Conversations in the model's chat template; equal arguments give equal text."""
+    """Return conversations in the model's chat template. Equal arguments give equal text."""
     talker = Talker(Sources(), random.Random(seed))
     return [
         "".join(piece for piece, _ in render(talker.conversation(KINDS, 0.3))) for _ in range(count)

@@ -1,6 +1,6 @@
-"""Small talk, identity and refusals of the demo model, written for it.
+"""Small talk, identity questions and refusals, written for the demo model.
 
-Each entry is (ways to say it, answers). The model learns every pair of the two.
+Each entry is (phrasings, answers). The model is trained on every combination of the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the text collection given with `--data` into what the generators draw from."""
+"""Read the text collection given with `--data` for the generators of training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models.demo.training.smalltalk import IDENTITY
 from models.demo.training.talk import TERM_QUESTIONS, Sources, Turn, turns_of
 
 GLOSSARY_TERMS = 600
-# Everyday words that the glossary defines in a sense that nobody would ask for.
+# Everyday words that the glossary defines in an unusual sense.
 _ODD_TERMS = frozenset(
     "time system work body group process public second control order down structure period mass "
     "response function model results concept fact section series range activity service source "
@@ -42,11 +42,11 @@ _STORY_START = re.compile(
 
 
 class DataError(ValueError):
-    """The data folder lacks a file that the mix needs."""
+    """The data folder lacks a required file."""
 
 
 def records(data: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Records of `DATA/NAME.jsonl[.xz]`."""
+    """Read the records of `DATA/NAME.jsonl[.xz]`."""
     for path in (data / f"{name}.jsonl.xz", data / f"{name}.jsonl"):
         if path.exists():
             opener = lzma.open if path.suffix == ".xz" else open
@@ -58,7 +58,7 @@ def records(data: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def glossary(data: Path) -> tuple[list[Turn], list[str]]:
-    """(the most used terms with one definition each, the other terms)."""
+    """Return the most used terms with one definition each, and the other terms."""
     defs: dict[str, Turn] = {}
     for r in records(data, "sft/openstax_glossary"):
         answer = r["messages"][1]["content"].strip()
@@ -80,7 +80,7 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
     known, other = [], []
     for rank, key in enumerate(ranked):
         term, text = defs[key]
-        # A proper name keeps its capital; any other term is written as people type it.
+        # A proper name keeps its capital. Other terms are written in lower case, as people type.
         shown = term if term[1:] != term[1:].lower() else key
         if rank < GLOSSARY_TERMS:
             known.append((shown, _definition(term, text)))
@@ -90,7 +90,8 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
 
 
 def _definition(term: str, text: str) -> str:
-    """As "Inflation is the ..." where that reads well, else as "Inflation: ..."."""
+    """Format a definition as "Inflation is the ..." if this reads well, otherwise as "Inflation:
+    ..."."""
     top = term[0].upper() + term[1:]
     plural = re.search(r"[^su]s$", term) and not term.endswith(("ics", "is"))
     if not plural and re.match(r"(the|a|an) ", text):
@@ -112,7 +113,7 @@ def _term_counts(data: Path, terms: set[str]) -> Counter[str]:
 
 
 def unknown_questions(data: Path, known: set[str], terms: list[str]) -> list[str]:
-    """Questions of many kinds that the model must not try to answer."""
+    """Return questions of many kinds that the model should decline to answer."""
     rng = random.Random(11)
     out: list[str] = []
     for name, limit in (
@@ -136,7 +137,7 @@ def unknown_questions(data: Path, known: set[str], terms: list[str]) -> list[str
 
 
 def _about_known(question: str, known: set[str]) -> bool:
-    """Is this one of the questions that the model does answer?"""
+    """Return whether a question is one of those that the model can answer."""
     q = question.lower().strip(" ?.!")
     m = re.match(
         r"(?:what(?:'s| is| are| does)|define|explain|describe|tell me about)"
@@ -149,7 +150,7 @@ def _about_known(question: str, known: set[str]) -> bool:
 
 
 def small_talk(data: Path) -> dict[str, list[str]]:
-    """Answer -> questions, without the answers that contradict the model's identity."""
+    """Return questions by answer, without answers that contradict the model's identity."""
     own = {a.lower() for asks, _ in IDENTITY for a in asks}
     out: dict[str, list[str]] = {}
     for r in records(data, "dialog/ms_personality_chat"):
@@ -170,7 +171,8 @@ def dialogs(data: Path) -> list[list[Turn]]:
 
 
 def tiny_stories(data: Path) -> list[str]:
-    """Single stories of the TinyStories sample, whose boundaries have to be guessed."""
+    """Return single stories of the TinyStories sample. The boundaries of stories have to be
+    guessed."""
     out = []
     for r in records(data, "train/tinystories_sample"):
         text = r["text"].replace("\r", "")
@@ -185,7 +187,7 @@ def tiny_stories(data: Path) -> list[str]:
 
 
 def short_stories(data: Path) -> list[tuple[str, str]]:
-    """(subject or "", story) for answers to "tell me a story"."""
+    """Return (subject or "", story) pairs, as answers to "tell me a story"."""
     out = [(_subject(s), s) for s in tiny_stories(data)]
     for r in records(data, "train/stories_ccby"):
         text = re.sub(r"^# .*\n+", "", r["text"]).strip()
@@ -196,7 +198,7 @@ def short_stories(data: Path) -> list[tuple[str, str]]:
 
 
 def _subject(text: str) -> str:
-    """Which hero a story is about, by its first sentences; "" if unclear."""
+    """Return the hero of a story according to its first sentences, or "" if unclear."""
     head = " ".join(text.split()[:45]).lower()
     for kind in tales.subjects():
         if re.search(rf"\b(a|an|the) (\w+ )?{kind}\b", head):
@@ -205,7 +207,7 @@ def _subject(text: str) -> str:
 
 
 def prose(data: Path) -> list[str]:
-    """Plain stories, for style."""
+    """Return plain stories, for style."""
     stories = tiny_stories(data)
     for name in ("train/stories_ccby", "train/stories_fairytaleqa"):
         stories += [r["text"] for r in records(data, name)]
@@ -213,7 +215,7 @@ def prose(data: Path) -> list[str]:
 
 
 def load_sources(data: Path) -> Sources:
-    """Everything for the chat generators (about a minute)."""
+    """Load everything that the generators of conversations need. This takes about a minute."""
     known_terms, other_terms = glossary(data)
     known = {t.lower() for t, _ in known_terms}
     countries = facts.load_countries(list(records(data, "sft/world_factbook_qa")))

@@ -1,7 +1,7 @@
-"""Short children's stories from a small grammar of our own.
+"""Short children's stories from our own grammar.
 
-They teach a tiny model what real text of this size cannot: a story that stays on the asked
-subject, with a beginning, a problem and an end. Real stories are mixed in by `data.py`.
+They teach a tiny model what real text of this size cannot: a story about the requested subject with
+a beginning, a problem and an end. `data.py` mixes in real stories.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LESSONS = {
 
 @dataclass(frozen=True)
 class Hero:
-    """Who the story is about: kind ("fox"), name, and pronouns."""
+    """The hero of a story: kind (such as "fox"), name, and pronouns."""
 
     kind: str
     name: str
@@ -81,7 +81,7 @@ def article(noun: str) -> str:
 
 
 def make_hero(rng: random.Random, kind: str) -> Hero:
-    """A named hero of the given kind, with pronouns that fit."""
+    """Return a named hero of the given kind, with matching pronouns."""
     female = kind in SHE or (kind not in HE and rng.random() < 0.5)
     if female:
         return Hero(kind, rng.choice(GIRLS), "she", "her", "her")
@@ -258,12 +258,12 @@ PLOTS = (
 
 
 def subjects() -> list[str]:
-    """Every kind of hero that a story can be asked about."""
+    """Return every kind of hero that a story can be about."""
     return [*ANIMALS, *SHE, *HE, *THEY]
 
 
 def tale(rng: random.Random, kind: str | None = None) -> tuple[str, Hero]:
-    """One story, and its hero; `kind` is what it is about (random if not given)."""
+    """Return a story and its hero. `kind` is the kind of hero. Default: random."""
     hero = make_hero(rng, kind or rng.choice(subjects()))
     friend = make_hero(rng, rng.choice(ANIMALS))
     while friend.name == hero.name or friend.kind == hero.kind:

@@ -1,7 +1,7 @@
-"""Single questions with answers, and conversations made of them.
+"""Generate single questions with answers, and conversations.
 
-Every generator returns (question, answer) strings and draws from the `random.Random` it is
-given, so that a seed fixes the whole data set.
+Every generator returns (question, answer) texts and uses the `random.Random` that it is given, so
+that a seed determines the whole data set.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ FINAL_WEIGHTS = {
 
 
 def casual(rng: random.Random, q: str) -> str:
-    """The way people type: sometimes lower case, no question mark, or with a lead-in."""
+    """Rewrite a question as people type it: in lower case, without question mark, or with a
+    lead-in."""
     roll = rng.random()
     if roll < 0.10:
         lead = rng.choice((
@@ -90,7 +91,7 @@ def casual(rng: random.Random, q: str) -> str:
 
 @dataclass
 class Sources:
-    """Everything that the generators draw from; `data.py` fills it from `--data`."""
+    """The texts from which the generators draw. `data.py` fills it from `--data`."""
 
     countries: list[facts.Country] = field(default_factory=list)
     glossary: list[Turn] = field(default_factory=list)
@@ -175,7 +176,8 @@ class Talker:
         return code_question(rng), rng.choice(REFUSE_CODE)
 
     def follow_ups(self) -> list[Turn]:
-        """A country, then questions that say "it" or name the next country only."""
+        """Return a question about a country and follow-up questions that say "it" or only name a
+        country."""
         rng = self.rng
         c = rng.choice(self.src.countries)
         kinds = [k for k in facts.FOLLOW_UPS if k in c.answers]
@@ -193,7 +195,8 @@ class Talker:
         return turns
 
     def conversation(self, weights: dict[str, float], single: float) -> list[Turn]:
-        """One conversation; `single` is the share with one question only."""
+        """Return one conversation. `single` is the probability of a conversation with one
+        question."""
         rng = self.rng
         if self.src.dialogs and rng.random() < weights.get("dialog", 0.0):
             return rng.choice(self.src.dialogs)
@@ -234,7 +237,7 @@ _SWAPPABLE = "dog cat rabbit bear pig squirrel lion tiger monkey hedgehog goat".
 
 
 def recast(rng: random.Random, text: str, subject: str) -> tuple[str, str]:
-    """The story with other names and, where it is about one animal, another animal."""
+    """Return the story with other names and, if it is about one animal, with another animal."""
     found = {n for n in _NAME.findall(text) if n in _ALL_NAMES}
     free = {"she": [], "he": []}  # type: dict[str, list[str]]
     for n, k in _ALL_NAMES.items():
@@ -253,7 +256,8 @@ def recast(rng: random.Random, text: str, subject: str) -> tuple[str, str]:
 
 
 def render(turns: Sequence[Turn], system: str = "") -> list[tuple[str, bool]]:
-    """Pieces of the chat template with a flag: is this piece an answer to learn?"""
+    """Return the pieces of the chat template, each with a flag that is true for answers to
+    learn."""
     out: list[tuple[str, bool]] = []
     if system:
         out.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
@@ -273,6 +277,7 @@ def chat_documents(
 
 
 def turns_of(record: dict[str, Any]) -> list[Turn]:
-    """User/assistant pairs of a chat record; an unanswered last message is dropped."""
+    """Return the (user, assistant) pairs of a chat record. An unanswered last message is
+    dropped."""
     m = [x["content"].strip() for x in record["messages"]]
     return list(zip(m[::2], m[1::2], strict=False))

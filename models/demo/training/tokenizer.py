@@ -1,4 +1,4 @@
-"""Byte-level BPE with the pre-tokenizer of Qwen2, so that llama.cpp splits text the same way."""
+"""A byte-level BPE tokenizer with the pre-tokenizer of Qwen2, which llama.cpp supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` entries, the special tokens first."""
+    """Train a tokenizer with exactly `vocab_size` entries. The special tokens come first."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),

@@ -1,10 +1,10 @@
 """Train the demo model: `python -m models.demo.training.train --data DIR --out DIR`.
 
-The schedule has two phases: a constant rate on the broad mix, then a linear decay on the chat
-mix. Its budget is either steps (`--steps`: repeatable) or time (`--minutes`, `--until`: for a
-machine whose speed is not known); a file `until` in the output folder with HH:MM (UTC) moves
-the deadline of a running training. `--resume` continues from the last checkpoint; a time budget
-then starts anew, so that a training may end with `--resume --minutes M --decay 1`.
+Training has two phases: a constant learning rate on the broad mix, then a linear decay on the chat
+mix. The budget is a number of steps (`--steps`, reproducible) or a time (`--minutes`, `--until`).
+To change the deadline of a running training, write HH:MM (UTC) to the file `until` in the output
+folder. `--resume` continues from the last checkpoint with a new time budget. For example,
+`--resume --minutes M --decay 1` ends a training.
 """
 
 from __future__ import annotations
@@ -20,24 +20,43 @@ MISSING = "training needs torch and tokenizers: python3 patches/tool.py setup --
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="python -m models.demo.training.train", description=__doc__)
+    p = argparse.ArgumentParser(
+        prog="python -m models.demo.training.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     p.add_argument("--data", type=Path, help="folder of the text collection")
     p.add_argument(
-        "--out", type=Path, default=Path("demo-run"), help="checkpoints, log and result [demo-run]"
+        "--out",
+        type=Path,
+        default=Path("demo-run"),
+        help="folder for checkpoints, log and result (default: demo-run)",
     )
-    p.add_argument("--cache", type=Path, help="token streams (default: OUT/cache)")
-    p.add_argument("--tiny", action="store_true", help="a toy of 2 layers in under a minute")
+    p.add_argument("--cache", type=Path, help="folder for token streams (default: OUT/cache)")
+    p.add_argument(
+        "--tiny", action="store_true", help="train a toy model of 2 layers in under a minute"
+    )
     p.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint.pt")
     budget = p.add_mutually_exclusive_group()
-    budget.add_argument("--steps", type=int, help="train so many steps")
-    budget.add_argument("--minutes", type=float, help="train so long")
-    budget.add_argument("--until", help="train until HH:MM (UTC)")
-    p.add_argument("--decay", type=float, default=0.3, help="share of the budget that decays")
-    p.add_argument("--batches", type=int, default=2, help="batches in a step")
-    p.add_argument("--rows", type=int, default=4, help="rows in a batch")
-    p.add_argument("--length", type=int, default=512, help="tokens in a row")
+    budget.add_argument("--steps", type=int, help="number of steps to train")
+    budget.add_argument("--minutes", type=float, help="time to train, in minutes")
+    budget.add_argument("--until", help="time of day to stop, as HH:MM (UTC)")
+    p.add_argument(
+        "--decay",
+        type=float,
+        default=0.3,
+        help="share of the budget in which the learning rate decays",
+    )
+    p.add_argument("--batches", type=int, default=2, help="batches per step")
+    p.add_argument("--rows", type=int, default=4, help="rows per batch")
+    p.add_argument("--length", type=int, default=512, help="tokens per row")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="one per core")
+    p.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes (default: one per core)",
+    )
     p.add_argument("--no-compile", action="store_true", help="do not compile the kernels")
     args = p.parse_args(argv)
     if not args.tiny and args.data is None:
@@ -48,7 +67,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Schedule:
-    """Position in the budget: steps, or the wall clock."""
+    """Position in the budget, by steps or by the clock."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.steps: int | None = args.steps
@@ -60,7 +79,7 @@ class Schedule:
             self.deadline = _utc_today(args.until)
 
     def read(self, step: int) -> tuple[float, float]:
-        """(share of the budget used, learning-rate factor) before step `step`."""
+        """Return the used share of the budget and the learning-rate factor before step `step`."""
         if self.steps is not None:
             used = step / max(self.steps, 1)
         else:
@@ -72,7 +91,7 @@ class Schedule:
 
 
 def _utc_today(clock: str) -> float:
-    """Unix time of the next HH:MM (UTC) from half a day ago on."""
+    """Return the Unix time of HH:MM (UTC), the first one that is later than half a day ago."""
     hour, minute = clock.split(":")
     now = dt.datetime.now(dt.timezone.utc)
     t = now.replace(hour=int(hour), minute=int(minute), second=0, microsecond=0)

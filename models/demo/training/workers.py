@@ -1,11 +1,10 @@
 """The training loop, run by one process per core on parameters in shared memory.
 
-One process with one thread per core keeps both cores busy on a machine that others use, too:
-threads of one product would wait for the slowest core at each of some thousand products a
-step, processes wait twice a step. A step is cut into small batches that the processes take
-from a counter, so that a process on a busy core simply takes fewer.
+Processes keep all cores busy even on a shared machine. Threads would wait for the slowest core at
+each of about a thousand products per step, but processes wait only twice per step. A step consists
+of small batches that the processes take from a counter, so a process on a busy core takes fewer.
 
-    barrier A | take batches, add up gradients in the own buffers | barrier B |
+    barrier A | take batches, add up gradients in own buffers | barrier B |
     each process sums and applies the gradients of the layers it owns | barrier A ...
 """
 
@@ -31,7 +30,7 @@ from models.demo.training.optim import Optimizer
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """What a process needs to know to take part."""
+    """Parameters that every process of the training loop needs."""
 
     cache: Path
     out: Path
@@ -45,7 +44,7 @@ class LoopConfig:
 
 
 class Shared:
-    """State that all processes see; built by the first one, before the others start."""
+    """State shared by all processes. The first process creates it before it starts the others."""
 
     def __init__(self, model: DemoModel, world: int) -> None:
         self.world = world
@@ -70,10 +69,10 @@ class Shared:
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed blocks: a step frees and asks for the same gigabyte again.
+    """Make glibc keep freed memory, because every step allocates the same gigabytes again.
 
-    Without it every large tensor is mapped and zeroed by the kernel anew, which costs as much
-    as the arithmetic on it. No effect outside glibc.
+    Otherwise the kernel maps and zeroes every large tensor anew, which takes as long as the
+    arithmetic. Has no effect with other C libraries.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -86,7 +85,8 @@ def keep_memory() -> None:
 
 
 class Worker:
-    """One process of the loop; rank 0 also keeps the schedule, the log and the checkpoints."""
+    """One process of the training loop. Rank 0 also handles the schedule, the log and the
+    checkpoints."""
 
     def __init__(self, rank: int, model: DemoModel, shared: Shared, cfg: LoopConfig) -> None:
         torch.set_num_threads(1)
@@ -98,7 +98,7 @@ class Worker:
         self.mixer = data.Mixer(cfg.cache, cfg.seed, cfg.length)
 
     def step(self) -> bool:
-        """One optimizer step; False when the training is over."""
+        """Run one optimizer step. Return False if the training is over."""
         shared, cfg = self.shared, self.cfg
         shared.barrier.wait()
         scale, final, stop, number = shared.command.tolist()
@@ -108,7 +108,7 @@ class Worker:
             g.zero_()
         mine = shared.sums[self.rank]
         while (ticket := shared.take()) < cfg.batches:
-            # Seeded by place, so that the data do not depend on who takes it.
+            # Seeded by position, so that a batch does not depend on the process that takes it.
             self.mixer.seed(cfg.seed, int(number), ticket)
             batch = self.mixer.batch(cfg.rows, data.FINAL if final else data.STABLE)
             loss, aux, load = self.model.loss(**batch)
@@ -128,7 +128,7 @@ class Worker:
 
 
 def _follow(rank: int, model: DemoModel, shared: Shared, cfg: LoopConfig) -> None:
-    """Body of every process but the first."""
+    """Main function of every process except the first."""
     keep_memory()
     model.kernels = Kernels(cfg.compiled)
     worker = Worker(rank, model, shared, cfg)
@@ -143,14 +143,14 @@ def run(
     schedule: Callable[[int], tuple[float, float]],
     resume: dict[str, Any] | None,
 ) -> dict[str, int]:
-    """Train `model` in place until `schedule(step)` reports a used budget of 1.
+    """Train `model` in place until the budget is used. Return the counters.
 
-    `schedule` gives (share of the budget used, learning-rate factor). Returns the counters.
+    schedule: returns the used share of the budget and the learning-rate factor for a step.
     """
     keep_memory()
     shared = Shared(model, world)
     state = {"step": 0, "tokens": 0, "final_steps": 0}
-    # Compiled functions do not travel to other processes: each makes its own.
+    # Compiled functions cannot be sent to other processes, so each process compiles its own.
     model.kernels = None  # type: ignore[assignment]
     ctx = mp.get_context("spawn")
     others = [ctx.Process(target=_follow, args=(r, model, shared, cfg)) for r in range(1, world)]
@@ -200,7 +200,7 @@ def run(
 
 
 def save(out: Path, model: DemoModel, opt: Optimizer, state: dict[str, int]) -> None:
-    """Write OUT/checkpoint.pt; a reader never sees half of it."""
+    """Write OUT/checkpoint.pt atomically."""
     part = out / "checkpoint.part"
     tensors: dict[str, Tensor] = model.state_dict()
     torch.save(

@@ -79,7 +79,7 @@ def test_two_tier_file_holds_the_tiers_of_the_single_files(tmp_path):
     "arguments, message",
     ({"shape": "huge"}, "unknown shape 'huge'"),
     ({"tiers": ("i32",)}, "random weights cannot have the type 'i32'"),
-    ({"tiers": ("f16", "q4_k")}, "stand alone"),
+    ({"tiers": ("f16", "q4_k")}, "can be combined"),
     ({"routing": "skewed"}, "unknown routing 'skewed'"),
 )
 def test_bad_arguments_are_named_errors(tmp_path, arguments, message):
