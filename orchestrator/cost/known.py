@@ -179,12 +179,13 @@ def _row(
 ) -> Row:
     from gguf_tools.experts import ExpertModel
     from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
-    from orchestrator.memory.plan import PlanRequest, Refusal, plan
+    from orchestrator.memory.plan import Refusal, plan
+    from orchestrator.memory.request import PlanRequest
 
     with ExpertModel.of_parts(known.parts(precision)) as model:
         numbers = known.total_b, known.active_b, model.parts[0].size
         row = partial(Row, known.name, precision, *numbers)
-        found = plan(PlanRequest(config), model, machine)
+        found = plan(PlanRequest.of(config), model, machine)
         if isinstance(found, Refusal):
             return row(runs=NOT, ram_bytes=found.needed_bytes)
         times = TimeModel(model, disk, speeds, alike(model))

@@ -40,13 +40,14 @@ from orchestrator.memory.machine import (
 )
 from orchestrator.memory.plan import (
     MemoryPlan,
-    PlanRequest,
     Refusal,
     least,
     notes_of,
     plan,
     planned,
+    sizes_to_count,
 )
+from orchestrator.memory.request import Counted, PlanRequest
 from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
 from orchestrator.policy.base import History
@@ -80,7 +81,7 @@ class Planner:
         self.tuned = TunedKeeper(config, model)
         self.history = KnownHistory(self.hotness, self.losses, self.tuned)
         self._config, self._model, self._disk = config, model, disk
-        self._probe = Probe(self.bindings, config)
+        self._probe = Probe(self.bindings, PlanRequest.of(config))
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
         # Why the plan that a loss chose was chosen.
@@ -203,18 +204,29 @@ class Planner:
         """Return the smallest cap in bytes, --ram or a GPU's --vram, that works with these
         settings. Raises BudgetError if none does."""
         with self._probe:
-            found = least(self._request(config), self._model, self.machine, self.history)
+            request, model = PlanRequest.of(config), self._model
+            found = least(self._counted(request), model, self.machine, self.history)
             return planned(found).cap_bytes
 
     def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
         return planned(self._try(config, more_scratch))
 
     def _try(self, config: Config, more_scratch: int = 0) -> MemoryPlan | Refusal:
-        request = self._request(config, more_scratch)
-        return plan(request, self._model, self.machine, self.history)
+        request = replace(PlanRequest.of(config), more_scratch=more_scratch)
+        asked = self._model, self.machine, self.history
+        found = plan(self._counted(request, whether_all_fits=True), *asked)
+        if self.gpu or (isinstance(found, MemoryPlan) and not found.managed):
+            return found
+        return plan(self._counted(request), *asked)
 
-    def _request(self, config: Config, more_scratch: int = 0) -> PlanRequest:
-        return PlanRequest(config, more_scratch, None if self.gpu else self._probe.count)
+    def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
+        """The request with what llama.cpp counts. whether_all_fits: only as much as shows that. On
+        a GPU everything is estimated, and measured when the model is loaded."""
+        if self.gpu:
+            return request
+        few, every = sizes_to_count(request, self._model)
+        counted = Counted.of(few if whether_all_fits else every, self._probe.count)
+        return replace(request, counted=counted)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
         """What a plan is foreseen to lose. Where every expert is in memory, as the policy would

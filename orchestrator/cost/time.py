@@ -38,6 +38,7 @@ from orchestrator.memory.footprint import process_bytes
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import MemoryPlan
+from orchestrator.memory.request import PlanRequest
 
 # Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -324,7 +325,7 @@ def spare_bytes(config: Config, model: ExpertModel) -> int:
     """What measuring this machine may take for a moment: most of what the cap leaves beside the
     process, before a model is loaded."""
     free = probe().memory_bytes
-    left = min(config.ram or free, free) - process_bytes(model, config)
+    left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 

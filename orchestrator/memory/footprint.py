@@ -12,6 +12,7 @@ from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
+from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Everything that is neither weights nor KV nor growing with the batch: the interpreter,
@@ -49,12 +50,12 @@ LEAST_CONTEXT = 4096
 SIZES = (512, 1024, 2048, 4096)
 
 
-def output_tokens(config: Config, n_vocab: int, n_ubatch: int) -> int:
+def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     """Of how many tokens of one sequence a step may have the logits, in a vocabulary of so many. A
     token's logits are there twice: in the scratch, and where they are read."""
-    if config.logits_all:
+    if request.config.logits_all:
         return n_ubatch
-    return max(1, min(n_ubatch, config.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
+    return max(1, min(n_ubatch, request.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
 
 
 def vocabulary_size(model: ExpertModel) -> int:
@@ -63,7 +64,11 @@ def vocabulary_size(model: ExpertModel) -> int:
 
 
 def compute_bytes(
-    model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, graph_bytes: int | None = None
+    model: ExpertModel,
+    request: PlanRequest,
+    n_ctx: int,
+    n_tokens: int,
+    graph_bytes: int | None = None,
 ) -> int:
     """What one micro-batch takes: llama.cpp's scratch, the logits beside it, what products take of
     the CPU, and token importance where that may lower anything.
@@ -77,10 +82,11 @@ def compute_bytes(
     attention's rows and the two sets of rows of the k experts that live at once, and their
     quantized copies.
     """
-    hparams, n_vocab, n_used = model.hparams, vocabulary_size(model), model.n_expert_used
+    config, hparams = request.config, model.hparams
+    n_vocab, n_used = vocabulary_size(model), model.n_expert_used
     n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    n_rows = max(output_tokens(config, n_vocab, n_tokens), 1 + config.sequences)
+    n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.sequences)
     beside = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
@@ -97,7 +103,7 @@ def compute_bytes(
         return graph_bytes + beside
     # The attention weights of the queries that it is taken from, of as many prompts as a step may
     # have; and the queries and keys of a batch and its residual stream, which live longer for it.
-    window = min(n_tokens, config.importance_window * (1 + config.sequences))
+    window = min(n_tokens, config.importance_window * (1 + request.sequences))
     queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
     lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
     return graph_bytes + beside + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
@@ -147,10 +153,10 @@ def kernel_bytes(
     return LIBRARY_BYTES + made + int(POOLED_HALF_BYTES * pieces * halves)
 
 
-def process_bytes(model: ExpertModel, config: Config, on_gpu: bool = False) -> int:
+def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
     """What the process takes for a model whose weights, cache and scratch are elsewhere."""
-    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + config.beside
-    return own + (VOCAB_TOKEN_BYTES + config.beside_token) * vocabulary_size(model)
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.beside
+    return own + (VOCAB_TOKEN_BYTES + request.beside_token) * vocabulary_size(model)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:

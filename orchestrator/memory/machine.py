@@ -18,6 +18,7 @@ from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
+from orchestrator.memory.request import PlanRequest
 from orchestrator.native import DeviceInfo, Misses, find_device, host_memory, measure_device
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
@@ -278,15 +279,15 @@ class Probe:
     """What llama.cpp would take of the host's memory for a model of which only the header is
     read: where it is asked for what is not known yet, and once while the probe is entered."""
 
-    def __init__(self, bindings: Bindings, config: Config) -> None:
-        self._bindings, self._config = bindings, config
+    def __init__(self, bindings: Bindings, request: PlanRequest) -> None:
+        self._bindings, self._request = bindings, request
         self._known: dict[tuple[int, int], tuple[int, int] | None] = {}
 
     @cached_property
     def _model(self) -> Model:
         return Model(
             self._bindings,
-            self._config.model,
+            self._request.config.model,
             managed=True,
             use_extra_bufts=False,
             use_mmap=False,
@@ -302,7 +303,7 @@ class Probe:
         return self._known[n_ctx, n_ubatch]
 
     def _measured(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
-        config = self._config
+        request, config = self._request, self._request.config
         try:
             context = LlamaContext(
                 self._bindings,
@@ -310,9 +311,9 @@ class Probe:
                 n_ctx=n_ctx,
                 n_ubatch=n_ubatch,
                 threads=1,
-                outputs=output_tokens(config, self._model.n_vocab, n_ubatch),
+                outputs=output_tokens(request, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
-                sequences=config.sequences,
+                sequences=request.sequences,
                 kv=config.kv,
             )
         except NativeError:

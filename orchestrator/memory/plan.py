@@ -19,6 +19,7 @@ from orchestrator.memory import footprint
 from orchestrator.memory.choice import Choice, choose, rules_of, settings_of, wants_plain
 from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.memory.machine import Device, Machine
+from orchestrator.memory.request import Counted, PlanRequest, Size
 from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import UNKNOWN, History, Placement, place
@@ -38,20 +39,6 @@ ABSENT_USE = 1 / 8 / 2
 # Bytes that no machine has, and how often a lower bound of the smallest cap is corrected.
 _NO_END = 1 << 62
 _MOST_TRIES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What is to be planned: what the user asked for, and what is known beside it.
-
-    more_scratch: bytes that llama.cpp was seen to take beyond the estimate. count: the cache and
-    scratch in the host's memory for a context of so many tokens and so many at once, as llama.cpp
-    counts them, in place of estimates; None where it cannot say.
-    """
-
-    config: Config
-    more_scratch: int = 0
-    count: Callable[[int, int], tuple[int, int] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +180,7 @@ def least(
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
     """As `plan`, with no more known than what the file says. Raises BudgetError for a refusal, with
     the smallest limit that works."""
-    return planned(plan(PlanRequest(config), model, machine))
+    return planned(plan(PlanRequest.of(config), model, machine))
 
 
 def planned(found: MemoryPlan | Refusal) -> MemoryPlan:
@@ -217,8 +204,47 @@ def notes_of(config: Config, model: ExpertModel) -> list[str]:
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
-    request = PlanRequest(config.compared(policy=DEFAULT))
+    request = PlanRequest.of(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
+
+
+def own_context(request: PlanRequest, model: ExpertModel) -> int:
+    """The longest context that the model was made for, of each of the sequences that share it; 0
+    where it does not say."""
+    return model.hparams.context_length * (1 + request.sequences)
+
+
+def usual_context(request: PlanRequest, model: ExpertModel) -> int:
+    """The context that was asked for, or else the least, as far as the model was made for it."""
+    asked = request.config.ctx or LEAST_CONTEXT
+    return min(asked, own_context(request, model) or asked)
+
+
+def micro_batches(config: Config, most: int) -> list[int]:
+    """Tokens that may be computed at once beside a context of `most` tokens, the fewest first."""
+    least, largest = config.ubatch or SIZES[0], min(config.ubatch or most, most)
+    return sorted({least, *(n for n in SIZES if n <= largest)})
+
+
+def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
+    """The shortest and the longest context with so many tokens at once, of `most` tokens at
+    most."""
+    short = pad(n_tokens, CELL_STEP)
+    return short, max(pad(most, CELL_STEP), short + CELL_STEP)
+
+
+def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
+    """The sizes that llama.cpp is asked about for a plan: those that show whether everything fits,
+    and the others."""
+    config, usual = request.config, usual_context(request, model)
+    most = usual if config.ctx else max(usual, own_context(request, model))
+    at_once = min(config.ubatch or SIZES[0], usual)
+    every = {
+        n_tokens: {*line_ends(n_tokens, most), *([usual] if usual >= n_tokens else ())}
+        for n_tokens in (at_once, min(SIZES[0], at_once), *micro_batches(config, most))
+    }
+    sizes = [(n_ctx, n_tokens) for n_tokens, of in every.items() for n_ctx in of]
+    return [each for each in sizes if each[1] == at_once], sizes
 
 
 @dataclass(frozen=True)
@@ -264,9 +290,7 @@ class _Layout:
 
     @property
     def _own_context(self) -> int:
-        """The longest context that the model was made for, of each of the sequences that share it;
-        0 where it does not say."""
-        return self.model.hparams.context_length * (1 + self.config.sequences)
+        return own_context(self.request, self.model)
 
     @property
     def _asked(self) -> int | None:
@@ -276,21 +300,20 @@ class _Layout:
     def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> MemoryPlan:
         """A plan without slots. n_ctx, n_tokens: of the context and of a micro-batch, in the place
         of what was asked for, or else the least, as far as the model was made for it."""
-        config, model, device = self.config, self.model, self.machine.device
-        usual = config.ctx or LEAST_CONTEXT
-        n_ctx = n_ctx or min(usual, self._own_context or usual)
+        request, model, device = self.request, self.model, self.machine.device
+        config = request.config
+        n_ctx = n_ctx or usual_context(request, model)
         n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
-        count = self.request.count
-        found = count(n_ctx, n_tokens) if count else None
+        found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
-        compute = footprint.compute_bytes(model, config, n_ctx, n_tokens, graph)
-        compute, beside = compute + self.request.more_scratch, 0
+        compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
+        compute, beside = compute + request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             # Copies of routers in half precision, which a policy looks ahead with.
             routers = (model.n_layers - 1) * model.n_expert
             beside = 2 * routers * model.hparams.embedding_length
         if device is None:
-            beside += footprint.process_bytes(model, config)
+            beside += footprint.process_bytes(model, request)
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
@@ -321,7 +344,7 @@ class _Layout:
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
-        if once or not config.conversations or usual.fits_whole:
+        if once or not self.request.conversations or usual.fits_whole:
             return None
         least = min(SIZES[0], usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
@@ -338,7 +361,10 @@ class _Layout:
                 return plan
         most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
         shared = self._sharing(plan, most, own)
-        longest, each = shared.longest(most), most // (1 + config.sequences) if config.ctx else 1
+        longest, each = (
+            shared.longest(most),
+            most // (1 + self.request.sequences) if config.ctx else 1,
+        )
         if longest < each:
             needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
             if not config.ctx:  # not even the shortest context has room
@@ -379,8 +405,7 @@ class _Layout:
         fewest = place(
             placement.policy, placement.shape, placement.settings, placement.rules, 0, self.history
         )
-        least = config.ubatch or SIZES[0]
-        sizes = sorted({least, *(n for n in SIZES if n <= min(config.ubatch or most, most))})
+        least, sizes = config.ubatch or SIZES[0], micro_batches(config, most)
         lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
         # What is there beside no cell stays.
         states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
@@ -397,7 +422,7 @@ class _Layout:
             {size: (twice * empty, each) for size, (empty, each) in lines.items()},
             # Values that are transposed grow by a page for each of their dimensions.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
-            1 + config.sequences,
+            1 + self.request.sequences,
             prompts,
         )
         # A larger one may have room for a prompt that is shorter than itself, and none for its own.
@@ -408,8 +433,7 @@ class _Layout:
         """A part of a room for so many tokens at once, beside no cell and for every cell. It is the
         largest of sums that grow evenly with the context, and so never above the line from the
         shortest to the longest one."""
-        short = pad(n_tokens, CELL_STEP)
-        long = max(pad(most, CELL_STEP), short + CELL_STEP)
+        short, long = line_ends(n_tokens, most)
         at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
         each = max(0.0, (at_long - at_short) / (long - short))
         return int(at_short - each * short), each
@@ -419,11 +443,11 @@ class _Layout:
         still does beside this one; a conversation gets the longest such, since it takes nothing
         until it is used."""
         left = least.cap_bytes - least.fixed_bytes
-        estimating = replace(self, request=replace(self.request, count=None))
+        estimating = replace(self, request=replace(self.request, counted=Counted()))
         allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
         if least.fits_whole:
             allowed = min(allowed, left - least.expert_bytes)
-            if self.config.conversations and not least.device:
+            if self.request.conversations and not least.device:
                 allowed = left - least.expert_bytes - self._prompt_bytes(least)
 
         def taken(n_ctx: int) -> int:
@@ -438,11 +462,11 @@ class _Layout:
         or, for conversations, one more context and some marks, as far as that costs little and
         what fits whole still does."""
         config, model = self.config, self.model
-        if config.cache_ram is not None or not config.conversations:
+        if config.cache_ram is not None or not self.request.conversations:
             return config.cache_ram or 0
         left = room.cap_bytes - room.fixed_bytes
         if room.device:
-            left = room.ram_bytes - footprint.process_bytes(model, config, on_gpu=True)
+            left = room.ram_bytes - footprint.process_bytes(model, self.request, on_gpu=True)
         most = int(left * footprint.PROMPT_SHARE)
         if room.fits_whole and not room.device:
             most = min(most, left - room.expert_bytes)
@@ -511,7 +535,7 @@ class _Layout:
         """The cache of experts in the host's memory behind a device, beside slots there: what is
         left, as far as there are experts. A refusal where not even reads in flight find room."""
         config, model, slots = self.config, self.model, placement.slots
-        fixed = footprint.process_bytes(model, config, on_gpu=True) + room.prompt_bytes
+        fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
         # llama.cpp keeps embeddings there, but for those that stay on disk.
         if all(table.info.name != EMBEDDINGS for table in model.lookup):

@@ -15,7 +15,8 @@ from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import PlanRequest, Refusal, plan
+from orchestrator.memory.plan import Refusal, plan
+from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import BASELINE
 
 # Types that need no importance matrix, and are quick to make.
@@ -48,7 +49,7 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     disk while decoding, high or low. Raises BudgetError for a memory without room for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
-    found = plan(PlanRequest(config), model, Machine(1 << 62))
+    found = plan(PlanRequest.of(config), model, Machine(1 << 62))
     if isinstance(found, Refusal):
         raise BudgetError(
             f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "

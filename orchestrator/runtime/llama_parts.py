@@ -11,6 +11,7 @@ from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES, output_tokens
 from orchestrator.memory.layouts import wants_own_layout
 from orchestrator.memory.machine import Accelerator
 from orchestrator.memory.plan import MemoryPlan
+from orchestrator.memory.request import PlanRequest
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.runtime.store_layout import has_flash
 
@@ -63,7 +64,7 @@ def context_of(
                 n_ctx=n_ctx,
                 n_ubatch=min(n_ctx, n_ubatch),
                 threads=config.n_threads,
-                outputs=output_tokens(config, model.n_vocab, n_ubatch),
+                outputs=output_tokens(PlanRequest.of(config), model.n_vocab, n_ubatch),
                 flash_attention=has_flash(config, plan),
                 on_gpu=gpu is not None,
                 sequences=config.sequences,

@@ -37,7 +37,8 @@ from orchestrator.config import Config
 from orchestrator.cost.losses import started
 from orchestrator.errors import MoeEdgeError
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, PlanRequest, Refusal, plan
+from orchestrator.memory.plan import MemoryPlan, Refusal, plan, sizes_to_count
+from orchestrator.memory.request import Counted, PlanRequest
 from orchestrator.policy.base import UNKNOWN, History
 
 SAMPLE = Path(__file__).parents[1] / "unit/orchestrator/recorded_plans.jsonl"
@@ -217,8 +218,11 @@ def planned(row: dict[str, Any]) -> MemoryPlan | Refusal:
     config = Config.build(model=of.path, **settings, **FRONT_ENDS[row["front"]])
     history = knows(row["model"]) if row["history"] else UNKNOWN
     more = row["more"] if gpu else 0
-    count = None if gpu or not row["counted"] else partial(_count, of, config.kv)
-    return plan(PlanRequest(config, more, count), of, Machine(memory, card), history)
+    request = replace(PlanRequest.of(config), more_scratch=more)
+    if row["counted"] and not gpu:
+        sizes = sizes_to_count(request, of)[1]
+        request = replace(request, counted=Counted.of(sizes, partial(_count, of, config.kv)))
+    return plan(request, of, Machine(memory, card), history)
 
 
 def _count(of: ExpertModel, kv: str, n_ctx: int, n_tokens: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
+from orchestrator.memory.request import PlanRequest
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import Body
@@ -150,10 +151,10 @@ def test_a_stop_ends_the_part_that_runs(deciding, monkeypatch):
 )
 def test_logits_of_a_part_are_in_the_plan(n_vocab, n_ubatch, expected):
     scoring = server_config(config(**SETTINGS))
-    found = output_tokens(scoring, n_vocab, n_ubatch)
+    found = output_tokens(PlanRequest.of(scoring), n_vocab, n_ubatch)
     assert found == expected
     assert found == 1 or 2 * 4 * found * n_vocab <= SCORING_BYTES
-    assert output_tokens(scoring.with_changes(scored=0), n_vocab, n_ubatch) == 1
+    assert output_tokens(PlanRequest.of(scoring.with_changes(scored=0)), n_vocab, n_ubatch) == 1
 
 
 def planned(config):

@@ -1,7 +1,7 @@
 """What `moe-edge plan` finds of this machine, and what it says of a GPU."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,9 +11,9 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.memory import machine
 from orchestrator.memory.footprint import model_shape
-from orchestrator.memory.plan import PlanRequest
 from orchestrator.memory.plan import plan as plan_of
 from orchestrator.memory.plan import planned as needed
+from orchestrator.memory.request import PlanRequest
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
 
@@ -70,7 +70,8 @@ def planned(model):
 
         def plan(card=1 << 30, more=0, **settings):
             there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
-            request = PlanRequest(Config.build(model=model, **settings), more)
+            config = Config.build(model=model, **settings)
+            request = replace(PlanRequest.of(config), more_scratch=more)
             return needed(plan_of(request, opened, there))
 
         yield plan

@@ -28,7 +28,8 @@ from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, PlanRequest, plan, plan_memory
+from orchestrator.memory.plan import MemoryPlan, plan, plan_memory
+from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
@@ -96,7 +97,7 @@ class Played(Planner):
             raise ConfigError(self.losses.of_file[1])
 
     def _try(self, config, more_scratch=0):
-        return plan(PlanRequest(config), self._model, self.machine)
+        return plan(PlanRequest.of(config), self._model, self.machine)
 
     def times(self, measures=True):
         return nullcontext(self._times)

@@ -15,7 +15,8 @@ import orchestrator
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import PlanRequest, Refusal, plan, planned
+from orchestrator.memory.plan import Refusal, plan, planned
+from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
 
@@ -99,7 +100,7 @@ def test_a_plan_makes_no_policy(monkeypatch):
     for row in rows(60):
         for name in POLICIES:
             config = Config.build(model=of.path, policy=name, ram=(60 + row["row"]) << 20)
-            plan(PlanRequest(config), of, Machine(1 << 40))
+            plan(PlanRequest.of(config), of, Machine(1 << 40))
 
 
 def test_a_refusal_names_the_limit_that_works_and_the_option():
@@ -107,7 +108,7 @@ def test_a_refusal_names_the_limit_that_works_and_the_option():
 
     def asked(**settings):
         config = Config.build(model=of.path, policy="dymoe", ctx=512, **settings)
-        return plan(PlanRequest(config), of, Machine(1 << 40))
+        return plan(PlanRequest.of(config), of, Machine(1 << 40))
 
     for option, settings in (("--ram", {"ram": 1 << 20}), ("--expert-ram", {"expert_ram": 1000})):
         refused = asked(**settings)

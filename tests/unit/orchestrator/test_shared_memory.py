@@ -14,7 +14,8 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
 from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import PlanRequest, Refusal, plan, plan_memory
+from orchestrator.memory.plan import Refusal, plan, plan_memory, sizes_to_count
+from orchestrator.memory.request import Counted, PlanRequest
 from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
 from orchestrator.policy.base import place
 
@@ -254,7 +255,9 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(many):
 
 def test_the_rows_that_llama_does_not_count_are_counted(many):
     config = Config.build(model=many.path, policy="lru")
-    rows = compute_bytes(many, config, 4096, 1024, 0) - compute_bytes(many, config, 4096, 512, 0)
+    rows = compute_bytes(many, PlanRequest.of(config), 4096, 1024, 0) - compute_bytes(
+        many, PlanRequest.of(config), 4096, 512, 0
+    )
     # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
@@ -267,7 +270,9 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
         usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
         config = Config.build(model=many.path, sequences=sequences, **(usual | more))
         load = config.with_changes(importance="load")
-        return compute_bytes(many, config, 4096, 512, 0) - compute_bytes(many, load, 4096, 512, 0)
+        return compute_bytes(many, PlanRequest.of(config), 4096, 512, 0) - compute_bytes(
+            many, PlanRequest.of(load), 4096, 512, 0
+        )
 
     assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
     assert taken(31) - taken(15) == 0
@@ -290,7 +295,9 @@ def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, rese
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
     config = Config.build(model=many.path, sequences=15, **asked)
     without = config.with_changes(importance="load")
-    taken, least = (compute_bytes(many, each, 4096, 512, 0) for each in (config, without))
+    taken, least = (
+        compute_bytes(many, PlanRequest.of(each), 4096, 512, 0) for each in (config, without)
+    )
     assert (taken > least) == reserved
     if config.policy in (None, "dymoe", "firm"):
         plan = plan_for(many, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
@@ -308,7 +315,7 @@ def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fi
 def test_parts_that_are_scored_take_no_more_than_their_share():
     config = Config.build(model="m.gguf", scored=4096)
     n_vocab = SCORING_BYTES // 8 // 13
-    found = [output_tokens(config, n, 512) for n in (2, n_vocab, SCORING_BYTES)]
+    found = [output_tokens(PlanRequest.of(config), n, 512) for n in (2, n_vocab, SCORING_BYTES)]
     assert found == [512, 13, 1]
 
 
@@ -321,7 +328,9 @@ def test_a_plan_has_a_context(model):
 
     def asked(ram):
         config = Config.build(model=model.path, policy="lru", conversations=True, ram=ram)
-        return plan(PlanRequest(config, count=count), model, Machine(2**40))
+        request = PlanRequest.of(config)
+        counted = Counted.of(sizes_to_count(request, model)[1], count)
+        return plan(replace(request, counted=counted), model, Machine(2**40))
 
     refused = asked(MIB)
     assert isinstance(refused, Refusal) and "context of 256 tokens" in refused.text
@@ -329,3 +338,18 @@ def test_a_plan_has_a_context(model):
     for ram in range(refused.needed_bytes, refused.needed_bytes + 40 * MIB, MIB):
         found = asked(ram)
         assert found.n_ctx >= CELL_STEP and found.total_bytes <= ram
+
+
+def test_what_was_counted_is_on_lines_between_contexts():
+    """Exactly what was counted where it was; rounded up between; in a straight line beyond."""
+
+    def count(n_ctx, n_tokens):
+        return (3 * n_ctx, 1000 + n_ctx // 2) if n_tokens == 64 else None
+
+    counted = Counted.of([(512, 64), (1024, 64), (256, 64), (256, 128)], count)
+    assert [counted.at(n, 64) for n in (256, 512, 1024)] == [count(n, 64) for n in (256, 512, 1024)]
+    assert counted.at(513, 64) == (3 * 513, 1257)
+    assert counted.at(2048, 64) == (3 * 2048, 2024)
+    assert counted.at(0, 64) == (0, 1000)
+    assert counted.at(512, 128) is None
+    assert Counted.of([(512, 64)], count).at(4096, 64) == count(512, 64)
