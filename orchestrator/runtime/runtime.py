@@ -24,6 +24,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
+from orchestrator.cost.planner import Runs
 from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.memory.footprint import part_bytes
@@ -141,16 +142,22 @@ class Runtime(Closing):
     def _open(
         self, config: Config, model: ExpertModel, progress: Progress | None, compared: bool
     ) -> None:
+        """Measure the machine for a model, then plan and load it."""
         self._model = model
         if progress is not None:
             progress("Measuring this machine", None)
-        given = config
-        if self._answering is not None:
-            config = self._answering.config(config)
-        self._loader = Loader(config, model)
+        wanted = self._with_answers(config)
+        self._loader = Loader(wanted, model)
         planner = self._loader.planner
         _ = planner.slow_disk  # before the model takes the memory
-        runs = planner.compared(config) if compared else planner.runs(config)
+        self._load(config, planner.compared(wanted) if compared else planner.runs(wanted), progress)
+
+    def _with_answers(self, config: Config) -> Config:
+        """Return a config with the needs of the answers."""
+        return config if self._answering is None else self._answering.config(config)
+
+    def _load(self, given: Config, runs: Runs, progress: Progress | None) -> None:
+        """Load a resolved plan, and start to answer if answers are wanted."""
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
         # The given settings and the chosen policy, without the memory that answers need.
@@ -478,24 +485,32 @@ class Runtime(Closing):
         return True
 
     def _reopen(self, config: Config) -> None:
-        before = self.config
+        before, planner = self.config, self._loader.planner
         is_same = config.model == before.model and config.low == before.low
-        if is_same:  # refuse what cannot be, before anything is freed
-            wanted = self._answering.config(config) if self._answering else config
-            self._loader.planner.compared(wanted)
+        # Refuse settings that cannot work before anything is freed. Another policy ignores settings
+        # that only the policy before it has.
+        runs = planner.compared(self._with_answers(config)) if is_same else None
         with self._turns:
             self._turns.wait_for(lambda: not (self._running or self._is_lent))
             self._is_lent = True
         try:
-            self._shut()
-            # Another policy ignores settings that only the one before it has.
-            compared = is_same or self._compared
+            self._unload()
+            if runs is None:
+                self._forget_model()
             try:
-                self._open(config, ExpertModel.open(config.model, config.low), None, compared)
+                if runs is None:
+                    model = ExpertModel.open(config.model, config.low)
+                    self._open(config, model, None, self._compared)
+                else:
+                    self._load(config, runs, None)
             except BaseException:
                 interrupts.forget()
                 with interrupts.calling(lambda: None):
-                    self._open(before, ExpertModel.open(before.model, before.low), None, True)
+                    if runs is None:
+                        self._model.close()
+                        self._open(before, ExpertModel.open(before.model, before.low), None, True)
+                    else:
+                        self._load(before, planner.compared(self._with_answers(before)), None)
                 raise
         finally:
             with self._turns:
@@ -550,10 +565,11 @@ class Runtime(Closing):
         learned history is saved, and False is returned: the process has to end. Safe to call twice.
         Raises OSError if a named profile cannot be written.
         """
-        if self._shut(end_s):
-            return True
-        self.keep()
-        return False
+        if not self._unload(end_s):
+            self.keep()
+            return False
+        self._forget_model()
+        return True
 
     def keep(self) -> None:
         """Keep what was learned if the config asks for that, and free nothing: for a process that
@@ -561,9 +577,10 @@ class Runtime(Closing):
         self._loader.history.learn(self._loaded.driver)
         self._loader.history.save()
 
-    def _shut(self, end_s: float | None = None) -> bool:
+    def _unload(self, end_s: float | None = None) -> bool:
+        """End all computing, and free the loaded model; False if a step still runs at end_s."""
         self.stop()
-        loaded, history = self._loaded, self._loader.history
+        loaded = self._loaded
         loaded.driver.end_idle()
         if self._native is not None:
 
@@ -585,11 +602,14 @@ class Runtime(Closing):
             self._native.close()
             self._native = None
             sys.setswitchinterval(self._switch_s)
-        history.learn(loaded.driver)
+        self._loader.history.learn(loaded.driver)
         loaded.close()
-        try:
-            history.save()
-        finally:
-            self._model.close()
         self._is_ending = False
         return True
+
+    def _forget_model(self) -> None:
+        """Save the learned history, and close the model's files."""
+        try:
+            self._loader.history.save()
+        finally:
+            self._model.close()
