@@ -1,4 +1,4 @@
-"""The loop between a policy and its store, live and in replay.
+"""The loop between a policy and its store, in live runs and in replay.
 
 router -> on_route: the policy decides -> the store acts -> experts compute
 """
@@ -29,92 +29,90 @@ from orchestrator.runtime.loss_meter import LossMeter
 _PAUSE_S = 0.0005
 
 
-class PlainDriver:
-    """What goes with the steps of a model whose experts nobody manages: nothing."""
+class NoopDriver:
+    """A driver that does nothing, for models that run on llama.cpp's own path."""
 
     store: Store | None = None
     policy: Policy | None = None
     may_wait = False
-    prompts = 0  # bytes of copies that give way, as far as that is known
-    # Adds up what lower precisions are foreseen to cost, where that is known.
+    prompts = 0  # bytes of the copies of prompts that give way to slots
+    # Adds up the estimated quality loss. None without a loss table.
     meter: LossMeter | None = None
 
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
     ) -> None:
-        """Once the model has loaded: reads what is wanted in memory before the first token, and
-        begins to listen. progress gets the share that is done."""
+        """Called once after the model has loaded: reads the experts that the policy wants before
+        the first token, and installs the callbacks. progress: gets the share that is done."""
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Copies of prompts may take so many bytes. keep: keeps them within fewer, and returns
-        what they take."""
+        """Set the memory for copies of prompts, in bytes. keep: limits the copies to a number of
+        bytes, and returns how many they take."""
 
     def begin(self, phase: Phase) -> None:
-        """Before a decode whose tokens are all of this phase."""
+        """Called before a decode whose tokens all have this phase."""
 
     def check(self, status: int) -> None:
-        """After a decode, with its status: raises what went wrong in a callback or in the
-        store."""
+        """Called after a decode with its status: raises the error of a callback or of the store."""
 
     def between_steps(self) -> None:
-        """After steps whose phase begin said: later ones have the phase that their batch shows."""
+        """Called after steps whose phase `begin` set: the batch shows the phase of later steps."""
 
     def follow(self, phase: Phase) -> None:
-        """Before a step of this phase whose tokens' own phases their batch shows: where an answer
-        begins, wait for what its first token needs."""
+        """Called before a step of the server core. At the start of an answer it waits for the
+        transitions that the policy requires."""
 
     def stop_waiting(self) -> None:
-        """Let no answer wait any more; from any thread."""
+        """Make every wait of an answer end soon; any thread may call it."""
 
-    def few_experts(self) -> AbstractContextManager[None]:
-        """Limit steps in this block to one expert of each layer in each tier that the policy may
+    def warmup_mode(self) -> AbstractContextManager[None]:
+        """In the block, steps use at most one expert of each layer in each tier that the policy may
         request or that has experts in memory. The policy and all counters ignore these steps."""
         return nullcontext()
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
         """Read experts that are likely to be used into free slots, in the background, until
         end_idle is called. used: how often tokens used each expert, float64 [n_layers, n_expert],
-        None if that is not known. settle: returns once no step is computed any more."""
+        None if not known. settle: blocks until no step is computed."""
 
     def end_idle(self) -> None:
-        """Before a step after idle, and before the store is freed; from any thread."""
+        """End idle reads, before a step and before the store is freed; any thread may call it."""
 
     def tokens_done(self) -> float:
-        """As Store.tokens_done; 0 where no store sees the steps."""
+        """Return Store.tokens_done; 0 without a store."""
         return 0.0
 
     def used(self) -> np.ndarray | None:
-        """How many tokens used each expert since the start, uint32 [n_layers, n_expert]; None where
-        nobody counts. From any thread."""
+        """Return how many tokens used each expert since the start, uint32 [n_layers, n_expert];
+        None without a store. Any thread may call it."""
         return None
 
     @property
     def keeps_sequences(self) -> bool:
-        """Whether save_sequence may give something."""
+        """Whether the policy has a state for each sequence."""
         return False
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """What goes with the tokens of a sequence that is kept for later; None where nothing
-        does."""
+        """Return the policy's state of a sequence, to be kept with its tokens; None if it has none."""
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on from kept tokens; state: what save_sequence gave for them. Raises
-        PolicyError for a damaged one."""
+        """Give the policy the state that save_sequence returned for tokens that a sequence holds
+        again. Raises PolicyError for a damaged state."""
 
     def cancel(self, on: bool) -> None:
-        """Makes the running step stop early; stays so until called with False."""
+        """Make steps end early, until called with False."""
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """A sequence was dropped, or all that there are."""
+        """Called after the tokens of a sequence, or of all sequences, were dropped."""
 
     def change(self, name: str, value: Any) -> bool:
-        """Change a live setting of the policy. False where the policy lacks it. Raises SettingError
+        """Change a live setting of the policy; False if it has no such setting. Raises SettingError
         and PolicyError, and changes nothing then."""
         return False
 
     def report(self) -> dict[str, Any]:
-        """What the policy knows about its own work."""
+        """Return the policy's report on its own work."""
         return {}
 
     @property
@@ -123,13 +121,16 @@ class PlainDriver:
         return PLAIN
 
     def learned(self) -> Learned:
-        """What the policy knows that the next run may use."""
+        """Return what the policy has learned, for the next run."""
         return Learned()
 
 
-class Driver(PlainDriver):
-    """One policy and the store that it decides for. Another policy with the same slots may take
-    its place between two steps."""
+class Driver(NoopDriver):
+    """The loop between one policy and its store.
+
+    Between two steps another policy with the same slots may replace the policy. steps: the number
+    of steps that were reported to the policy.
+    """
 
     store: Store
     policy: Policy
@@ -137,44 +138,44 @@ class Driver(PlainDriver):
     def __init__(
         self, policy: Policy, store: Store, pause: Callable[[], object] = lambda: sleep(_PAUSE_S)
     ) -> None:
-        """pause: lets a little time pass, in which reads go on."""
+        """pause: waits a moment while reads go on."""
         self.policy = policy
         self.store = store
-        # Hears of sequences that go on from kept tokens: (sequence, state).
+        # Called after restore_sequence: (sequence, state).
         self.on_restored: Callable[[int, bytes], None] | None = None
-        # What slots give way to, where memory is given out as it is used.
+        # Divides memory between slots, KV cells, scratch and copies of prompts. None if the slots
+        # have a fixed size.
         self.shared: SharedMemory | None = None
-        # Copies of prompts share it as well, and give way to cells before slots do: the most bytes
-        # of it that they take, what of that is set aside, what is theirs beside it, what they take
-        # now, and who keeps them within so many.
+        # Bytes of copies of prompts: at most from the shared memory, now reserved there, at most
+        # from memory of their own, and in use.
         self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
+        # Limits the copies to a number of bytes; returns how many they take.
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
-        # Tokens since the routing was last judged, and what tokens had used until then.
+        # Tokens since the routing was last judged, and the uses of experts until then.
         self._unjudged = 0
         self._judged: np.ndarray = np.zeros(1, np.uint32)
-        # Counts of steps whose reports went without them.
+        # Expert counts since the last report that included counts.
         self._untold: np.ndarray | None = None
-        # Steps that the policy was told of.
         self.steps = 0
 
     def on_route(self, event: RouteEvent) -> None:
-        """Once per MoE layer: the policy decides, the store acts."""
+        """Called once per MoE layer of a step: the policy decides, and the store acts on it."""
         self.policy.decide(event, self.store.view, self.store.decision)
         self.store.apply(self.store.decision)
         if self.meter is not None:
             self.meter.decided(event, self.store.view, self.store.decision)
 
     def asks(self, phase: int) -> bool:
-        """Whether the policy is asked in the steps of a phase."""
+        """Return whether the policy is asked in steps of a phase."""
         return phase in self.policy.wants.asked_in
 
     @contextmanager
-    def few_experts(self) -> Iterator[None]:
+    def warmup_mode(self) -> Iterator[None]:
         policy, decision = self.policy, self.store.decision
         others = [t for t in range(len(policy.shape.tiers)) if t != policy.wants.default_tier]
         # If the policy is not asked in decode steps, only transitions may change residency.
@@ -205,21 +206,21 @@ class Driver(PlainDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """What the store does by itself where the policy is not asked: its default tier, or a
-        better one that is in memory."""
+        """Do what the store does in steps in which the policy is not asked: take the default tier,
+        or a better one that is in memory."""
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
         self.store.apply(self.store.decision)
 
     def step_done(self, step: ComputedStep) -> None:
-        """Once per step: the policy learns, and may start transitions."""
+        """Called once per step: reports it to the policy, and starts the transitions it returns."""
         moves = self.learn(step)
         if moves:
             self.store.transition(moves)
 
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
-        """Tell the policy of a step; return the transitions that it asks for. unusual: as of
-        StepReport, for a policy whose meter is elsewhere."""
+        """Report a step to the policy, and return the transitions that it asks for. unusual: as
+        StepReport.unusual, if another driver has the loss meter."""
         policy = self.policy
         wants, told = policy.wants, step.phase in policy.wants.told_in
         counts = self.store.take_counts() if wants.counts else None
@@ -228,7 +229,7 @@ class Driver(PlainDriver):
             resident, target = self.store.states()
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if told or self.meter.needs_tiers:  # what moves counts where it was last seen
+                if told or self.meter.needs_tiers:  # experts in transition count in the old tier
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
@@ -254,9 +255,12 @@ class Driver(PlainDriver):
         )
 
     def judge_routing(self, n_tokens: int) -> bool | None:
-        """Count n_tokens of a step. Once they are ROUTING_TOKENS, return whether these tokens used
-        experts in another way than the texts of the loss table, for a policy that spends a loss;
-        else None. Such a policy spends half of its limit then, which the meter notes."""
+        """Compare the routing of the last ROUTING_TOKENS tokens with the texts of the loss table.
+
+        n_tokens: of the step that ended. Returns whether they used experts in another way: then a
+        policy with a loss budget spends half of its limit. None if fewer tokens have passed since
+        the last comparison, or if the policy has no loss budget.
+        """
         policy, meter = self.policy, self.meter
         routing = meter.estimate.routing if meter is not None else None
         if meter is None or routing is None or policy.placement.spends is None:
@@ -279,8 +283,8 @@ class Driver(PlainDriver):
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Lets the policy decide in the way it wants: in the steps in which it is asked, and by
-        its default tier in the others. route: what is called instead, in every step."""
+        """Install the routing callback: the policy in the steps in which it is asked, and its
+        default tier in the others. route: a function that is called instead, in every step."""
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
             return
@@ -291,8 +295,8 @@ class Driver(PlainDriver):
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
-        """Reads what the policy wants in memory before the first token, and sets how fast it may
-        exchange that later."""
+        """Read the experts that the policy wants before the first token, and set the rate of later
+        transitions."""
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
             self.store.warm(first, progress)
@@ -303,9 +307,12 @@ class Driver(PlainDriver):
         self.store.set_phase(phase)
 
     def make_room(self, room: CRoom) -> None:
-        """Before a batch is computed or a state brought back: copies of prompts give way to the
-        cells that it takes, and slots to those, to its scratch, to the tokens behind it and to one
-        more copy; or they come back."""
+        """Called before a batch is computed or a sequence's state is restored: divide the memory.
+
+        Copies of prompts give way to the KV cells that the batch needs. Slots give way to the
+        cells, to the scratch of the batch, to the tokens after it and to one more copy, or they
+        come back.
+        """
         shared = self.shared
         assert shared is not None
         touched, n_tokens = room.touched, room.n_tokens
@@ -316,10 +323,10 @@ class Driver(PlainDriver):
         width = max(end, shared.width(touched.cells_end, n_new))
         room.at_once = shared.micro_batch(cells, n_tokens, width=width)
         left = shared.slots(end, room.at_once, held, width)
-        if left < shared.least_slots:  # beside the scratch of a prompt that was given up
+        if left < shared.least_slots:  # scratch of a cancelled prompt is in the way
             room.drop_scratch = 1
             left = max(shared.least_slots, shared.slots(end, room.at_once, 0, width))
-        if not room.n_bytes:  # else one of the copies may be what is brought back
+        if not room.n_bytes:  # otherwise one of the copies may be about to be restored
             planned = sum(size * n for size, n in self.store.spec.groups)
             most = self.shared_prompts - max(0, planned - shared.slots(end, 1))
             most = max(0, min(most, left - shared.least_slots))
@@ -331,7 +338,7 @@ class Driver(PlainDriver):
             self._set_limit(limit)
 
     def _set_limit(self, limit: int) -> None:
-        """Limits the slots to this many bytes, and waits for the reads into slots beyond them.
+        """Limit the slots to a number of bytes, and wait for reads into slots beyond the limit.
 
         Raises NativeError if the step is cancelled meanwhile, or if an interrupt is pending.
         """
@@ -346,14 +353,14 @@ class Driver(PlainDriver):
         self._limit = limit
 
     def _is_stopped(self) -> bool:
-        """Whether whoever waits for the store has to give up."""
+        """Return whether a wait for the store has to end."""
         return self._cancelled or interrupts.asked()
 
     def _pause_for(self, loading: int) -> None:
-        """Lets a little time pass, in which the store reads.
+        """Wait a moment for reads of the store.
 
-        loading: Store.loading, as it was before the caller found out that it has to wait. Raises
-        NativeError if it is 0: then no read is left that could end the wait.
+        loading: the number of reads when the caller found that it has to wait. Raises NativeError
+        if it is 0, because then no read can end the wait.
         """
         if not loading:
             raise NativeError("the store waits for experts that it does not read: start again")
@@ -372,7 +379,7 @@ class Driver(PlainDriver):
 
     @property
     def may_wait(self) -> bool:  # type: ignore[override]
-        """Whether the first token of an answer may wait for the policy."""
+        """Whether the first token of an answer may have to wait for the policy."""
         return self.policy.wants.waits
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
@@ -380,9 +387,9 @@ class Driver(PlainDriver):
         self.own_prompts, self.keep_prompts = n_bytes - self.shared_prompts, keep
 
     def before_answer(self) -> None:
-        """After a prompt, waits for the transitions that the policy requires before an answer.
+        """At the start of an answer, wait for the transitions that the policy requires.
 
-        If the step is cancelled or an expert cannot be read, the other transitions go on in the
+        If the step is cancelled or an expert cannot be read, the transitions go on in the
         background.
         """
         policy, store = self.policy, self.store
@@ -405,12 +412,13 @@ class Driver(PlainDriver):
                 break
 
     def _under_way(self) -> bool:
+        """Return whether an expert is in transition."""
         resident, target = self.store.states()
         return bool((resident != target).any())
 
     @property
     def brought(self) -> int:
-        """Experts that were read while nothing was asked for."""
+        """The number of experts that idle reads have brought into memory."""
         return self._idle.brought
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:

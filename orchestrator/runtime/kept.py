@@ -20,7 +20,7 @@ from orchestrator.config import Config
 from orchestrator.errors import PolicyError
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import NativeServer
-from orchestrator.runtime.driver import PlainDriver
+from orchestrator.runtime.driver import NoopDriver
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash
 
@@ -84,7 +84,7 @@ class KeptConversations:
         self,
         folder: PromptFolder,
         key: str,
-        driver: PlainDriver,
+        driver: NoopDriver,
         native: NativeServer,
         thread: str,
         note: Callable[[str], None],

@@ -1,4 +1,4 @@
-"""Bringing a planned model into memory: store, weights, context, in this order."""
+"""Loads a planned model: the store, the weights and the context, in this order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
-from orchestrator.runtime.driver import Driver, PlainDriver
+from orchestrator.runtime.driver import Driver, NoopDriver
 from orchestrator.runtime.history import History
 from orchestrator.runtime.llama_parts import context_of, weights_of
 from orchestrator.runtime.loss_meter import LossMeter
@@ -25,12 +25,12 @@ from orchestrator.runtime.steps import Sequences, Steps
 from orchestrator.runtime.store_layout import StoreSpecs
 from orchestrator.runtime.support import try_load
 
-# Gets what is being done, and how much of it is, 0 to 1; None where nobody can tell.
+# Gets the name of the current work, and the share that is done, 0 to 1, or None if not known.
 Progress = Callable[[str, float | None], None]
 Part = FreeCores | LlamaContext | Store | Model
 
-# Of a GPU's cap: so much less than was estimated is given to experts by loading again. Some memory
-# is left for what later steps may take, in each case.
+# If a model takes less of a GPU than planned by this share of the cap, it is loaded again with more
+# experts. SPARE_BYTES stay free for later steps.
 WORTH_LOADING_AGAIN = 0.02
 SPARE_BYTES = 8 * 2**20
 MOST_LOADS = 3
@@ -40,12 +40,12 @@ MOST_LOADS = 3
 class Loaded:
     """A model in memory, ready to decode. Made by Loader.load; free it with close.
 
-    driver: the policy and the store where experts are managed, else a PlainDriver. parts: what is
-    to be freed, in this order.
+    driver: drives the policy and the store, or does nothing on llama.cpp's own path. parts: to be
+    closed in this order.
     """
 
     runs: Runs
-    driver: PlainDriver
+    driver: NoopDriver
     model: Model
     context: LlamaContext
     steps: Steps
@@ -56,10 +56,10 @@ class Loaded:
         return self.runs.plan
 
     def warm_up(self) -> None:
-        """Reads a whole micro-batch and a token, with few experts a layer, and forgets them. What
-        kernels take of a GPU is taken then."""
-        with self.driver.few_experts():
-            # a token behind a prompt would be one of an answer, for which policies do more
+        """Compute a micro-batch and a token with few experts per layer, and forget them, so that
+        the GPU memory of the kernels is allocated."""
+        with self.driver.warmup_mode():
+            # The token comes first: after a prompt, policies would prepare an answer for it.
             for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
                 self.steps.step([0] * min(n, self.plan.n_ctx - 2), phase)
         self.steps.reset()
@@ -72,8 +72,10 @@ class Loaded:
 
 
 class Loader:
-    """What models are loaded on: the machine, its GPU, and what earlier runs learned. planner:
-    says what would run there."""
+    """Loads a model on this machine, with the history of earlier runs.
+
+    planner: resolves settings to plans.
+    """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         """Raises ConfigError for a device that is not here, NativeError without the library."""
@@ -82,7 +84,7 @@ class Loader:
         self.history = History(self.planner)
         self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
         self._model, self.files = model, InUse(model.files, self._compare)
-        # What llama.cpp reads was found to be what was written, for plans that are managed or not.
+        # Whether the weights were compared with their checksums, for managed plans and others.
         self._sound: set[bool] = set()
         self._can_be_managed = False
 
@@ -99,21 +101,21 @@ class Loader:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU computes, and not main memory in the place of one."""
+        """Whether a GPU computes. False for the emulated one."""
         return self.gpu is not None and self.gpu.index is not None
 
     @property
     def on_disk(self) -> str:
-        """Of the dense weights, the tables that stay on disk where experts are managed; empty where
-        there are none."""
+        """The tables of the dense weights that stay on disk if experts are managed, as a text; empty
+        if there are none."""
         return self._model.lookup_text
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
-        """Loads what is planned. On a GPU it is loaded again where a prompt and a token took
-        another amount of its memory than was estimated: more, and the cap would not hold; much
-        less, and experts would lack it.
+        """Load a plan.
 
-        Raises MoeEdgeError in one of its forms, and leaves nothing behind then.
+        On a GPU the model is loaded again if a prompt and a token took more memory than planned,
+        which would break the cap, or much less, which experts could use. Raises MoeEdgeError, and
+        leaves nothing loaded then.
         """
         if not self.on_gpu:
             return self._load(runs, progress)
@@ -136,18 +138,17 @@ class Loader:
 
     @cached_property
     def _free_at_first(self) -> int:
-        """Before any model was loaded: kernels of an earlier one stay, and count."""
+        """Free GPU memory before any model was loaded. Kernels of earlier models stay, and count."""
         return self._free_bytes()
 
     def _free_bytes(self) -> int:
-        """Of the GPU, now."""
+        """Return the free memory of the GPU in bytes."""
         assert self.gpu is not None
         return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
 
     def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
-        """What a model takes of the GPU beyond its plan, in bytes, with the kernels that were
-        loaded and what they keep; negative where it takes less. free_before: in bytes, before it
-        was loaded."""
+        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included;
+        negative if it takes less. free_before: free bytes before it was loaded."""
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 
@@ -156,7 +157,7 @@ class Loader:
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
         try:
-            driver, first = PlainDriver(), None
+            driver, first = NoopDriver(), None
             if plan.placement is not None:
                 # before anything is read: a profile that cannot be used is refused here
                 policy = self.history.policy(plan.placement)
@@ -190,7 +191,7 @@ class Loader:
             if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, config.sequences)
-            # where nothing was asked for, the model's own longest context cannot be raised either
+            # Without --ctx, the model's own longest context cannot be raised either.
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
             steps = Steps(
@@ -205,7 +206,7 @@ class Loader:
 
     @contextmanager
     def _checked(self, plan: MemoryPlan) -> Iterator[None]:
-        """Compares what llama.cpp reads in the block with the checksums of the files, once."""
+        """In the block, compare the tensors that llama.cpp reads with their checksums, once."""
         if plan.managed in self._sound:
             yield
             return
@@ -223,8 +224,10 @@ class Loader:
 
 
 def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
-    """beyond: what was taken beyond the plan. A driver gives memory in steps, and experts gain
-    nothing by a little more of it."""
+    """Return whether to load a model again that took `beyond` bytes more than planned.
+
+    A GPU driver allocates memory in large steps, and experts gain nothing by a little more of it.
+    """
     over_cap = plan.total_bytes + beyond > plan.cap_bytes
     idle = -beyond - SPARE_BYTES
     return over_cap or (plan.absent_bytes > 0 and idle > WORTH_LOADING_AGAIN * plan.cap_bytes)

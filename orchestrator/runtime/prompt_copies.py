@@ -31,16 +31,19 @@ from orchestrator.native import FileMark
 
 
 def common_prefix(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both sequences begin with."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64))
     return int(differs[0]) if len(differs) else n
 
 
 def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> int:
-    """How many tokens of a copy of `length` tokens can be gone on from, where the prompt has
-    `common` of them: all of those, or as far as the latest mark where the copy cannot be cut.
-    marks: lengths of those with which a memory goes back."""
+    """Return how many tokens of a stored sequence a prompt can reuse.
+
+    length: tokens of the sequence; common: how many of them the prompt begins with. If the
+    sequence's memory cannot be cut (has_part), it can only go back to one of its marks, which have
+    these lengths.
+    """
     if common >= length:
         return length
     if not has_part:
@@ -52,8 +55,8 @@ def usable(length: int, has_part: bool, marks: Sequence[int], common: int) -> in
 class Mark:
     """A place in a sequence to which its memory can go back.
 
-    length: the tokens before it. part: what cannot be had by cutting, uint8; None where everything
-    can. policy: what the policy knew of the sequence there.
+    length: the tokens before it. part: the state that cutting the memory cannot restore, uint8, or
+    None if there is none. policy: the policy's state of the sequence there.
     """
 
     length: int
@@ -62,6 +65,7 @@ class Mark:
 
     @property
     def n_bytes(self) -> int:
+        """The size of its parts in bytes."""
         return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
 
 
@@ -83,16 +87,18 @@ _CHUNK = 1 << 22
 
 
 class Stored(NamedTuple):
-    """What was written of a file before its description: llama.cpp's bytes, and after these the
-    parts of marks."""
+    """The sizes of a file's data: llama.cpp's part, and the parts of marks after it, in bytes."""
 
     n_bytes: int
     marks: Sequence[FileMark] = ()
 
 
 class ListedMark(NamedTuple):
-    """A mark of a file: the bytes of its part and of the policy's state are -1 for none, the
-    positions that its part covers -1 where the file does not say."""
+    """A mark as a file's description lists it.
+
+    part_bytes, policy_bytes: -1 for none. pos_min, pos_max: the positions that the part covers, -1
+    if the file does not say.
+    """
 
     length: int
     part_bytes: int
@@ -107,8 +113,8 @@ class ListedMark(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """A file of the folder as its description has it. n_stored: numbers in the place of the
-    tokens."""
+    """A file of the folder, as its description lists it. n_stored: numbers that llama.cpp stores
+    instead of the tokens."""
 
     path: Path
     key: str
@@ -133,13 +139,13 @@ class Listed:
 
 
 class PromptFolder:
-    """The folder and what is in it for one key.
+    """The folder of --prompt-cache.
 
-    notes: sentences about files that were dropped or could not be written, for the user.
+    notes: sentences for the user about files that were dropped or could not be written.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
-        """Makes the folder if it does not exist. Raises ConfigError if that is not possible."""
+        """Make the folder if it does not exist. Raises ConfigError if that is not possible."""
         self._path, self._most_bytes = path, most_bytes
         self._unusable: set[Path] = set()
         self.notes: list[str] = []
@@ -148,7 +154,7 @@ class PromptFolder:
             names = os.listdir(path)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
-                f"--prompt-cache {path}: it is a file, or lies below one: name a folder"
+                f"--prompt-cache {path}: it is a file, or in one: name a folder"
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -340,8 +346,8 @@ def _write(
 
 
 def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
-    """Of the footer's lengths, and of so many bytes from the beginning; of fewer where the file
-    ends before."""
+    """Return the hash of the footer's lengths and of the first `length` bytes of a file, or of all
+    bytes if the file is shorter."""
     digest = hashlib.sha256(repr(lengths).encode())
     file.seek(0)
     while length > 0 and (data := file.read(min(_CHUNK, length))):
@@ -351,7 +357,7 @@ def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
 
 
 def _is_whole(file: BinaryIO) -> bool:
-    """Whether the bytes are those that were written."""
+    """Return whether the hash of a file is the one in its footer."""
     footer = _footer(file)
     if footer is None:
         return False
@@ -370,7 +376,7 @@ def _footer(file: BinaryIO) -> tuple[int, int, bytes, bytes] | None:
 
 
 def _describe(file: BinaryIO, path: Path) -> Listed | None:
-    """What a file says of itself; None for a damaged one. Raises OSError."""
+    """Read the description of a file; None if the file is damaged. Raises OSError."""
     footer = _footer(file)
     if footer is None or footer[1] > _MOST_DESCRIPTION:
         return None
@@ -401,8 +407,8 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
 
 
 def _plain(stored: np.ndarray) -> np.ndarray:
-    """The tokens in the place for them, where llama.cpp's server has a mark and its version, how
-    many there are, and what pictures there are behind them."""
+    """Return the tokens among the numbers that llama.cpp stores as tokens. Its server adds a mark, a
+    version and the count before them, and descriptions of images after them."""
     if len(stored) < len(_PACKED) or not np.array_equal(stored[: len(_PACKED)], _PACKED):
         return stored
     n = int(stored[len(_PACKED)]) if len(stored) > len(_PACKED) else 0

@@ -198,7 +198,7 @@ class Runtime(Closing):
         )
         library = server_library(self._loader.bindings)
         # llama.cpp decodes two tokens to learn whether the context's memory can drop tokens.
-        with loaded.driver.few_experts():
+        with loaded.driver.warmup_mode():
             handles = loaded.model.handle, loaded.context.handle
             native = NativeServer(library, *handles, spec)
         native.note = self._say

@@ -8,7 +8,7 @@ from orchestrator.errors import ConfigError, MoeEdgeError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import NO_ROOM
 from orchestrator.native.llama import LlamaContext
-from orchestrator.runtime.driver import PlainDriver
+from orchestrator.runtime.driver import NoopDriver
 
 
 class Sequences:
@@ -85,7 +85,7 @@ class Steps:
     def __init__(
         self,
         context: LlamaContext,
-        driver: PlainDriver,
+        driver: NoopDriver,
         sequences: Sequences,
         complaint: Callable[[], str],
         asked_ctx: int,

@@ -157,8 +157,8 @@ def test_what_has_no_room_in_memory_stays(tmp_path):
 
 @cases(
     "name, said",
-    ("file", "file: it is a file, or lies below one: name a folder"),
-    ("file/below", "below: it is a file, or lies below one: name a folder"),
+    ("file", "file: it is a file, or in one: name a folder"),
+    ("file/below", "below: it is a file, or in one: name a folder"),
     ("x" * 300, "File name too long: name a folder that can be made and written"),
 )
 def test_what_is_no_folder_is_refused_with_a_remedy(name, said, tmp_path):
