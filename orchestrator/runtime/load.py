@@ -106,7 +106,7 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """The tables of the dense weights that stay on disk if experts are managed, as a text; empty
+        """The tables of the dense weights that stay on disk if experts are managed, as a text; ""
         if there are none."""
         return self._model.lookup_text
 
@@ -138,7 +138,7 @@ class Loader:
 
     @cached_property
     def _free_at_first(self) -> int:
-        """Free GPU memory before any model was loaded. Kernels of earlier models stay, and count."""
+        """Free GPU memory before any model was loaded. Kernels of earlier models count as used."""
         return self._free_bytes()
 
     def _free_bytes(self) -> int:

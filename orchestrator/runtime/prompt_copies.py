@@ -407,8 +407,10 @@ def _describe(file: BinaryIO, path: Path) -> Listed | None:
 
 
 def _plain(stored: np.ndarray) -> np.ndarray:
-    """Return the tokens among the numbers that llama.cpp stores as tokens. Its server adds a mark, a
-    version and the count before them, and descriptions of images after them."""
+    """Return the tokens among the numbers that llama.cpp stores as tokens.
+
+    Its server adds a mark, a version and the count before them, and images after them.
+    """
     if len(stored) < len(_PACKED) or not np.array_equal(stored[: len(_PACKED)], _PACKED):
         return stored
     n = int(stored[len(_PACKED)]) if len(stored) > len(_PACKED) else 0
