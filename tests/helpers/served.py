@@ -52,6 +52,13 @@ def bring_server(cache):
         servers.symlink_to(path.parents[1])
 
 
+def bring_compiled():
+    """Gives what was compiled to this process, whose cache a test may have replaced."""
+    from patches.upstream import cache_dir
+
+    bring_server(cache_dir().parent)
+
+
 def server_library():
     return ServerLibrary(library_path())
 
