@@ -113,7 +113,7 @@ class Planner:
         return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
-        """Return what runs with these settings. Raises what MemoryPlanner and `frontier` raise, and
+        """Return what runs with these settings. Raises what `plan` and `frontier` raise, and
         ConfigError for an option that has no effect with the policy and for a loss that is allowed
         if the model has no loss table."""
         check_unused(config)
