@@ -1,4 +1,4 @@
-"""Compare models with the dense one: `python -m models.real.judge --dense F16.gguf --data DIR MODEL..`.
+"""Compare models with a dense one: `python -m models.real.judge FILE.. --dense F16.gguf --data DIR`.
 
 Every model reads the same windows on llama.cpp's own path, each window at once. For each model:
 the KL divergence from the dense model in nats a token, how often the most likely token is the same,
@@ -104,7 +104,9 @@ def _read(reader: Observer, window: Sequence[int]) -> Values:
     return log_softmax(reader.logits(len(window))[:-1])
 
 
-def judge(dense: Path, others: Sequence[Path], data: Path, text: str, n_tokens: int) -> dict[str, Any]:
+def judge(
+    dense: Path, others: Sequence[Path], data: Path, text: str, n_tokens: int
+) -> dict[str, Any]:
     """Return the comparison on one text of JUDGED, fit for JSON. Raises MoeEdgeError."""
     documents = judged_documents(data, text, n_tokens)
     threads = compute_threads(None)

@@ -42,7 +42,9 @@ def write_sparse(
             # The architecture has a head of its own, so one that is tied is written out.
             writer.declare(OUTPUT, model.file.tensors[EMBEDDINGS].shape, GGMLType.F16)
         for layer in range(model.n_layers):
-            writer.declare(f"blk.{layer}.ffn_gate_inp.weight", (model.n_embd, n_expert), GGMLType.F32)
+            writer.declare(
+                f"blk.{layer}.ffn_gate_inp.weight", (model.n_embd, n_expert), GGMLType.F32
+            )
             for kind, inner in (("gate", False), ("up", False), ("down", True)):
                 for suffix, n, more in (("exps", size, (n_expert,)), ("shexp", n_shared, ())):
                     rows = (n, model.n_embd) if inner else (model.n_embd, n)

@@ -1,4 +1,4 @@
-"""Divide the neurons of a dense FFN into shared neurons and experts of equal size, and fit a router.
+"""Divide the neurons of a dense FFN into shared neurons and equal experts, and fit a router.
 
 A SwiGLU layer is a sum over its neurons: y = sum_j h_j d_j, with h_j = silu(g_j x) (u_j x) and d_j
 the column j of the down matrix. So the sum of all groups is the dense layer, whatever the groups.
@@ -108,9 +108,7 @@ def split_layers(
 ) -> list[Groups]:
     """Return the groups of each layer, by what `dense` computes on the windows."""
     shape.shared(model.n_ff)
-    columns = [
-        np.linalg.norm(model.ffn(layer, "down"), axis=0) for layer in range(model.n_layers)
-    ]
+    columns = [np.linalg.norm(model.ffn(layer, "down"), axis=0) for layer in range(model.n_layers)]
     seen: list[list[npt.NDArray[np.float16]]] = [[] for _ in columns]
 
     def keep(layer: int, x: Floats, hidden: Floats) -> None:
