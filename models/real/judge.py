@@ -1,4 +1,4 @@
-"""Compare models with a dense one: `python -m models.real.judge FILE.. --dense F16.gguf --data DIR`.
+"""Compare models with a dense one: `python -m models.real.judge FILE --dense F16.gguf --data DIR`.
 
 Every model reads the same windows on llama.cpp's own path, each window at once. For each model:
 the KL divergence from the dense model in nats a token, how often the most likely token is the same,

@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--used", type=int, nargs="+", default=[8, 6, 4], help="experts for each token"
     )
-    parser.add_argument("--group-tokens", type=int, default=4096, help="tokens to group neurons by")
-    parser.add_argument("--router-tokens", type=int, default=16384, help="tokens to fit routers on")
+    parser.add_argument("--group-tokens", type=int, default=2048, help="tokens to group neurons by")
+    parser.add_argument("--router-tokens", type=int, default=4096, help="tokens to fit routers on")
     args = parser.parse_args(argv)
     folder = args.source or args.out
     try:

@@ -62,7 +62,7 @@ def balanced_kmeans(points: Floats, n_groups: int, seed: int) -> Ints:
     """
     rng = np.random.default_rng(seed)
     lengths = np.linalg.norm(points, axis=1, keepdims=True)
-    points = points / np.where(lengths > 0, lengths, 1)
+    points = (points / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     size = len(points) // n_groups
     centres = points[rng.choice(len(points), n_groups, replace=False)]
     groups: Ints = np.zeros((n_groups, size), np.int64)

@@ -18,6 +18,8 @@ from orchestrator.lab.eval.text import (
 )
 
 WINDOW = 512
+# Windows of one document at most, so that a long book is not the whole text.
+_WINDOWS_EACH = 2
 # Kinds of text that the split and the router are fitted on, in equal parts.
 FIT = ("enwiki_recent", "textbooks_ccby", "books_classics", "oasst1_messages_flat")
 # Texts that models are judged on, by name. None of them is in the first list.
@@ -26,24 +28,25 @@ JUDGED = {
     "textbooks": "valid/textbooks_ccby.jsonl.xz",
     "books": "valid/books_children.jsonl.xz",
     "messages": "valid/sft_oasst1.jsonl.xz",
+    "encyclopedia": "valid/enwiki_core.jsonl.xz",
+    "stories": "valid/stories_ccby.jsonl",
 }
 _ARTICLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
-# Windows of one document at most, so that a long book is not the whole text.
-_WINDOWS_EACH = 2
 
 
-def fit_windows(tokenize: Tokenize, data: Path, n_tokens: int) -> list[list[int]]:
-    """Return windows of about `n_tokens` tokens in all, the kinds of FIT in turns.
+def fit_windows(
+    tokenize: Tokenize, data: Path, n_tokens: int, kinds: Sequence[str] = FIT
+) -> list[list[int]]:
+    """Return windows of about `n_tokens` tokens in all, of each kind of text in turns.
 
     Raises ConfigError if a file of the collection is missing.
     """
-    share = -(-n_tokens // len(FIT))
-    kinds = [
+    share = -(-n_tokens // len(kinds))
+    found = [
         _windows(tokenize, _documents(data / f"train/{name}.jsonl.xz", share), share)
-        for name in FIT
+        for name in kinds
     ]
-    turns = [window.tokens for turn in zip_longest(*kinds) for window in turn if window is not None]
-    return turns
+    return [window.tokens for turn in zip_longest(*found) for window in turn if window is not None]
 
 
 def judged_documents(data: Path, name: str, n_tokens: int) -> list[Document]:
@@ -64,13 +67,20 @@ def judged_documents(data: Path, name: str, n_tokens: int) -> list[Document]:
 
 
 def judged_windows(
-    tokenize: Tokenize, documents: Sequence[Document], n_tokens: int
+    tokenize: Tokenize,
+    documents: Sequence[Document],
+    n_tokens: int,
+    length: int = WINDOW,
+    each: int = _WINDOWS_EACH,
 ) -> list[tuple[int, list[int]]]:
-    """Return (number of the document, tokens) of each window, `n_tokens` tokens in all at most."""
+    """Return (number of the document, tokens) of each window, `n_tokens` tokens in all at most.
+
+    length: tokens of a window at most. each: windows of a document at most.
+    """
     found: list[tuple[int, list[int]]] = []
     left = n_tokens
     for number, document in enumerate(documents):
-        for window in windows_of(tokenize, [document], WINDOW, left)[:_WINDOWS_EACH]:
+        for window in windows_of(tokenize, [document], length, min(left, each * length)):
             found.append((number, window.tokens))
             left -= window.n_scored
         if left <= 0:
