@@ -64,11 +64,14 @@ def interval(values: Values, documents: npt.NDArray[np.int64]) -> tuple[float, f
 
 
 def compare(
-    dense: Path, others: Sequence[Path], windows: Sequence[Sequence[int]]
+    dense: Path,
+    others: Sequence[Path],
+    windows: Sequence[Sequence[int]],
+    threads: int | None = None,
 ) -> tuple[Values, list[Tokens]]:
     """Return the dense model's nll of each token after the first of its window, and the tokens of
     each other model. Raises NativeError."""
-    threads = compute_threads(None)
+    threads = compute_threads(threads)
     length = max(map(len, windows))
     base: list[Values] = []
     found: list[list[tuple[Values, Values, npt.NDArray[np.bool_]]]] = [[] for _ in others]
@@ -105,20 +108,31 @@ def _read(reader: Observer, window: Sequence[int]) -> Values:
 
 
 def judge(
-    dense: Path, others: Sequence[Path], data: Path, text: str, n_tokens: int
+    dense: Path,
+    others: Sequence[Path],
+    data: Path,
+    text: str,
+    n_tokens: int,
+    length: int = WINDOW,
+    threads: int | None = None,
 ) -> dict[str, Any]:
-    """Return the comparison on one text of JUDGED, fit for JSON. Raises MoeEdgeError."""
-    documents = judged_documents(data, text, n_tokens)
-    threads = compute_threads(None)
+    """Return the comparison on one text of JUDGED, fit for JSON.
+
+    The text has about `n_tokens` tokens: the first `length` of each document. Raises MoeEdgeError.
+    """
+    documents = judged_documents(data, text, 64 * n_tokens)
+    threads = compute_threads(threads)
     with observe(dense, WINDOW, threads, lambda node: False, lambda node: None) as reader:
         cut = judged_windows(
             lambda each: reader.model.tokenize(each, add_special=True, parse_special=True),
             documents,
             n_tokens,
+            length,
+            1,
         )
     windows = [window for _, window in cut]
     names = np.repeat([number for number, _ in cut], [len(window) - 1 for window in windows])
-    base, scores = compare(dense, others, windows)
+    base, scores = compare(dense, others, windows, threads)
     models: dict[str, Any] = {}
     for path, score in zip(others, scores, strict=True):
         models[path.name] = {
@@ -163,6 +177,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="folder of the text collection")
     parser.add_argument("--text", choices=list(JUDGED), nargs="+", default=["wikitext"])
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each text")
+    parser.add_argument("--window", type=int, default=128, help="tokens of each document")
+    parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--equal",
@@ -174,7 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     equal = True
     try:
         for text in args.text:
-            found = judge(args.dense, args.models, args.data, text, args.tokens)
+            found = judge(
+                args.dense, args.models, args.data, text, args.tokens, args.window, args.threads
+            )
             print(json.dumps(found) if args.json else render(found))
             equal &= all(
                 each["kl"][0] <= MOST_KL and each["same_top"][0] >= LEAST_SAME

@@ -29,9 +29,10 @@ def sparse_name(n_used: int) -> str:
     return f"smollm2-split-k{n_used}.gguf"
 
 
-def report(what: str, share: float) -> None:
+def report(what: str, share: float | None) -> None:
     """Show progress as one line on stderr."""
-    print(f"\r{what}: {100 * share:3.0f} %", end="\n" if share >= 1 else "", file=sys.stderr)
+    if share is not None:
+        print(f"\r{what}: {100 * share:3.0f} %", end="\n" if share >= 1 else "", file=sys.stderr)
 
 
 def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int, int]) -> None:
