@@ -1,7 +1,7 @@
-"""Two studies of precision, read as prompts: `python -m models.real.studies MODEL NAME --text FILE`.
+"""Two studies of precision in prompts: `python -m models.real.studies MODEL NAME --text FILE`.
 
 `depth` has one layer in the low precision and all others in the best one (DyMoE's Figure 5).
-`hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3, a part).
+`hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
 `moe-edge eval --study depth` and `--study critical` measure the same token by token, which takes
 much longer on 30 layers. In `depth`, no choice depends on a token, so both give the same.
 """

@@ -80,7 +80,7 @@ def judged_windows(
     found: list[tuple[int, list[int]]] = []
     left = n_tokens
     for number, document in enumerate(documents):
-        for window in windows_of(tokenize, [document], length, min(left, each * length)):
+        for window in windows_of(tokenize, [document], length, min(left, each * length))[:each]:
             found.append((number, window.tokens))
             left -= window.n_scored
         if left <= 0:

