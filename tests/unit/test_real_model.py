@@ -147,6 +147,18 @@ def test_balanced_groups_find_what_fires_together():
     assert all(len(set(owner[group])) == 1 for group in groups)
 
 
+def test_a_full_group_takes_no_more():
+    """A pattern that is more common than a group is large leaves the other patterns together."""
+    rng = np.random.default_rng(4)
+    patterns = rng.random((3, 60)) < 0.2
+    owner = rng.permutation(np.repeat([0, 1, 2], [24, 12, 12]))
+    points = (patterns[owner] + 0.05 * rng.random((48, 60))).astype(np.float32)
+    groups = balanced_kmeans(points, 3, seed=1)
+    assert sorted(groups.ravel()) == list(range(48))
+    for pattern in (1, 2):
+        assert sum(pattern in owner[group] for group in groups) == 1
+
+
 def test_shared_neurons_contribute_most():
     contributions = np.random.default_rng(3).random((20, N_FF)).astype(np.float32)
     contributions[:, 7:71] += 5
