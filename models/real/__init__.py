@@ -1,0 +1,1 @@
+"""A sparse test model with real language, made of a small dense model that is published on PyPI."""

@@ -1,0 +1,95 @@
+"""Two studies of precision in prompts: `python -m models.real.studies MODEL NAME --text FILE`.
+
+`depth` has one layer in the low precision and all others in the best one (DyMoE's Figure 5).
+`hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
+`moe-edge eval --study depth` and `--study critical` measure the same token by token, which takes
+much longer on 30 layers. In `depth`, no choice depends on a token, so both give the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from gguf_tools.errors import GGUFError
+from models.real.make import report
+from orchestrator.config import Config
+from orchestrator.errors import MoeEdgeError
+from orchestrator.lab.eval.judge import Reference
+from orchestrator.lab.eval.run import EvalOptions, best_config, read_reference
+from orchestrator.lab.study.dymoe import KINDS, SPREADS, Critical, Depth
+from orchestrator.lab.study.study import Case
+from orchestrator.lab.study.subject import Subject
+from orchestrator.runtime.engine import Engine
+
+RETENTIONS = (0.75, 0.9)
+_KINDS = {kind for kind, _, _ in KINDS[True]} - {"heavy hitters, exact"}
+_LABELS = {f"{kind}, {SPREADS['cosine']}" for kind in _KINDS}
+
+
+class Prompts(Subject):
+    """A subject whose reference is read as prompts, as everything else is."""
+
+    def reference(self) -> Reference:
+        """Return what the best tier says. The caller closes it."""
+        config = best_config(self.config, self.best)
+        with Engine.open(config, self.report) as engine:
+            return read_reference(engine, self.windows, True, partial(report, "Reference"))
+
+
+class DepthOfPrompts(Depth):
+    """One layer in the low tier."""
+
+    def cases(self, on: Subject) -> list[Case]:
+        """Return the cases of Depth, read as prompts."""
+        return [replace(case, prefill=True) for case in super().cases(on)]
+
+
+class Hitters(Critical):
+    """The rows of Figure 3 for prompts, with the cosine schedule, at two retention ratios."""
+
+    def cases(self, on: Subject) -> list[Case]:
+        """Return the two bases of the tables, and the rows."""
+        return [
+            replace(case, prefill=True)
+            for case in super().cases(on)
+            if "retention" not in case.row
+            or (case.prefill and case.label in _LABELS and case.row["retention"] in RETENTIONS)
+        ]
+
+
+STUDIES = {"depth": DepthOfPrompts, "hitters": Hitters}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m models.real.studies", description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--high", default="q4_1", help="high precision [default: q4_1]")
+    parser.add_argument("--low", default="q2_0", help="low precision [default: q2_0]")
+    parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
+    args = parser.parse_args(argv)
+    try:
+        config = Config.build(
+            model=args.model, high_tier=args.high, low_tier=args.low, threads=args.threads
+        )
+        options = EvalOptions(text=args.text, tokens=args.tokens, window=args.window)
+        on = Prompts(config, options, report)
+        for table in STUDIES[args.study]().measure(on).tables:
+            if table.rows:
+                print(table.text(), flush=True)
+    except (GGUFError, MoeEdgeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,430 @@
+"""Compare what may happen to an expert that is not in memory: wait, skip, or substitute it.
+
+`python -m models.real.substitution MODEL --data DIR --out FILE.json [--text NAME] [--resident N]`
+
+In each layer, the N experts that a fitting text uses most are resident. An expert that a token
+chose and that is not resident is missing. The first choice of a token is always waited for. Of the
+other missing experts, those with the smallest weights are left out, at several levels. Each way to
+leave them out gives a KL divergence from the same model with all experts, in nats a token.
+
+Every decision depends on one token and on the fixed residents, never on other tokens of its batch,
+so a window that is read at once gives what a run token by token gives (`--stepped` computes that).
+Finished windows are kept in FILE.json, and a run that was interrupted continues there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_tools.errors import GGUFError
+from gguf_tools.experts import ExpertModel
+from gguf_tools.file.reader import GGUFFile
+from gguf_tools.process import compute_threads
+from gguf_tools.quantize.ggml import load_ggml
+from models.real.activations import Floats
+from models.real.text import FIT, JUDGED, fit_windows, judged_documents, judged_windows
+from orchestrator.cache.files import write_whole
+from orchestrator.errors import MoeEdgeError
+from orchestrator.lab.observe import Node, Observer, observe
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+SKIP, SKIP_NORMED = "skip", "skip, renormalised"
+NORMED, OWN, PAIR = "substitute, renormalised", "substitute, own gate", "substitute, best factor"
+OPTIMUM = "substitute, optimum of the token"
+BIAS = "bias before top-k"
+WAYS = (SKIP, SKIP_NORMED, NORMED, OWN, PAIR, OPTIMUM)
+# Shares of the missing experts that are left out, and biases in standard deviations of a logit.
+LEVELS, BIASES = (0.5, 1.0), (0.25, 0.5, 1.0)
+_NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a fitting text says of one layer. resident: bool [E]. factors [E, E]: the best multiple
+    of expert e's weight at which f replaces it. correlations [E, E]: squared, of their outputs.
+    scores: sorted weights of missing experts. spread: standard deviation of a logit."""
+
+    resident: Bools
+    factors: Floats
+    correlations: Floats
+    scores: Floats
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration: a way and its level, or the bias. None of both is the whole model."""
+
+    way: str = ""
+    level: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.way} {self.level:g}" if self.way else "whole"
+
+
+CHOICES = (
+    *(Choice(way, level) for way in WAYS for level in LEVELS),
+    *(Choice(BIAS, level) for level in BIASES),
+)
+
+
+class Experts:
+    """The experts of a model as matrices: outputs of all experts for any input."""
+
+    def __init__(self, path: Path) -> None:
+        with ExpertModel.open(path) as model:
+            self.layer_ids = list(model.layer_ids)
+            self.n_expert, self.n_used = model.n_expert, model.n_expert_used
+        file, ggml = GGUFFile.open(path), load_ggml()
+        arch = file.metadata["general.architecture"]
+        self.scale = float(file.metadata.get(f"{arch}.expert_weights_scale", 0.0)) or 1.0
+        self._matrices: list[list[Floats]] = []
+        for layer in self.layer_ids:
+            found = []
+            for kind in ("gate", "up", "down"):
+                info = file.tensors[f"blk.{layer}.ffn_{kind}_exps.weight"]
+                rows = ggml.dequantize(info.type, file.array(info.name), info.shape[0])
+                found.append(rows.reshape(self.n_expert, info.shape[1], info.shape[0]))
+            self._matrices.append(found)
+        file.close()
+
+    def outputs(self, layer: int, x: Floats) -> Floats:
+        """Return float32 [T, E, n_embd] of inputs [T, n_embd]."""
+        gate, up, down = self._matrices[layer]
+        n, size = gate.shape[0], gate.shape[1]
+        g = x @ gate.reshape(n * size, -1).T
+        hidden = (g / (1 + np.exp(-g))) * (x @ up.reshape(n * size, -1).T)
+        per_expert = hidden.reshape(len(x), n, size).transpose(1, 0, 2)
+        found: Floats = np.matmul(per_expert, down.transpose(0, 2, 1)).transpose(1, 0, 2)
+        return found
+
+
+def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float64]:
+    """Return the weights [T, k] of chosen experts: softmax, normalised over them, times scale."""
+    chosen = np.take_along_axis(logits.astype(np.float64), ids, axis=1)
+    each = np.exp(chosen - chosen.max(axis=1, keepdims=True))
+    found: npt.NDArray[np.float64] = scale * each / each.sum(axis=1, keepdims=True)
+    return found
+
+
+def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
+    """Return which slots [T, k] are left out: a share `level` of the missing ones, those with the
+    smallest weights, by the quantile of the fitting text. The first choice stays."""
+    found: Bools = missing.copy()
+    if level < 1 and len(layer.scores):
+        found &= weights <= np.quantile(layer.scores, level)
+    found[:, 0] = False
+    return found
+
+
+def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
+    """Return for each slot [T, k] that is left out the best-ranked resident expert that the token
+    did not choose, a different one for each slot, or -1. order [T, E]: experts by rank."""
+    found = np.full(ids.shape, -1, np.int64)
+    for token in np.flatnonzero(out.any(axis=1)):
+        free = [f for f in order[token] if resident[f] and f not in ids[token]]
+        slots = np.flatnonzero(out[token])
+        for slot, f in zip(slots, free, strict=False):
+            found[token, slot] = f
+    return found
+
+
+def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tuple[Ints, Floats]:
+    """Return (experts [T, k] or -1, factors [T, k]) that lose least in each slot that is left out.
+
+    The loss of slot e is |o_e - a o_f|^2, least at a = o_e o_f / |o_f|^2. Slots choose in turns.
+    """
+    found, factors = np.full(ids.shape, -1, np.int64), np.zeros(ids.shape, np.float32)
+    for token in np.flatnonzero(out.any(axis=1)):
+        free = [f for f in np.flatnonzero(resident) if f not in ids[token]]
+        products = outputs[token] @ outputs[token].T
+        for slot in np.flatnonzero(out[token]):
+            if not free:
+                break
+            e = ids[token, slot]
+            gains = [products[e, f] ** 2 / max(products[f, f], 1e-20) for f in free]
+            f = free.pop(int(np.argmax(gains)))
+            found[token, slot] = f
+            factors[token, slot] = products[e, f] / max(products[f, f], 1e-20)
+    return found, factors
+
+
+@dataclass
+class Decider:
+    """Decides in the callbacks of one context. waited, missed: experts so far, of `tokens`."""
+
+    experts: Experts
+    layers: list[Layer]
+    choice: Choice = field(default_factory=Choice)
+    waited: int = 0
+    missed: int = 0
+    _x: Floats | None = None
+    _logits: Floats | None = None
+    _weights: npt.NDArray[np.float64] | None = None
+
+    def on_topk(self, at: int, ids_view: npt.NDArray[np.int32]) -> None:
+        """Write other experts into [T, k], and keep the weights that they get."""
+        assert self._logits is not None and self._x is not None
+        layer, logits, scale = self.layers[at], self._logits, self.experts.scale
+        ids = ids_view.astype(np.int64)
+        weights = weights_of(logits, ids, scale)
+        missing = ~layer.resident[ids]
+        self.missed += int(missing.sum())
+        way, level = self.choice.way, self.choice.level
+        if way == BIAS:
+            score = logits + level * layer.spread * layer.resident
+            ids = np.argsort(-score, axis=1, kind="stable")[:, : ids.shape[1]]
+            self.waited += int((~layer.resident[ids]).sum())
+            ids_view[:] = ids
+            self._weights = weights_of(logits, ids, scale)
+            return
+        out = left_out(weights.astype(np.float32), missing, layer, level)
+        self.waited += int((missing & ~out).sum())
+        kept = np.where(out, 0.0, weights)
+        if way in (SKIP, SKIP_NORMED):
+            if way == SKIP_NORMED:
+                kept *= scale / kept.sum(axis=1, keepdims=True)
+            self._weights = kept
+            return
+        if way == OPTIMUM:
+            outputs = self.experts.outputs(at, self._x)
+            others, factors = best_of_token(outputs, ids, out, layer.resident)
+        else:
+            order = np.argsort(-logits, axis=1, kind="stable")
+            others = substitutes(order, ids, out, layer.resident)
+            factors = layer.factors[ids, others] if way == PAIR else np.ones(ids.shape, np.float32)
+        used = others >= 0
+        ids = np.where(used, others, ids)
+        if way == NORMED:
+            # A slot without a substitute is skipped.
+            weights = weights_of(logits, ids, scale) * (used | ~out)
+            self._weights = weights * scale / weights.sum(axis=1, keepdims=True)
+        else:
+            self._weights = np.where(used, weights * factors, kept)
+        ids_view[:] = ids
+
+    def wanted(self, node: Node) -> bool:
+        """Say whether a node is one of a router's."""
+        return bool(self.choice.way) and _NODE.fullmatch(node.name) is not None
+
+    def seen(self, node: Node) -> None:
+        """Handle a router's node: remember its input, then change what it chose."""
+        found = _NODE.fullmatch(node.name)
+        if found is None:
+            return
+        at = self.experts.layer_ids.index(int(found[2]))
+        if found[1] == "logits":
+            self._logits, self._x = node.array()[0, 0], node.source(1).array()[0, 0]
+        elif found[1] == "topk":
+            self.on_topk(at, node.view()[0, 0])
+        elif self._weights is not None:
+            scaled = self.experts.scale != 1.0
+            if scaled == (found[1] == "weights_scaled"):
+                view = node.view()
+                view[:] = self._weights.astype(np.float32).reshape(view.shape)
+
+
+def fit(
+    path: Path,
+    experts: Experts,
+    windows: Sequence[Sequence[int]],
+    n_resident: int,
+    threads: int | None = None,
+) -> list[Layer]:
+    """Read a fitting text, and return what it says of each layer."""
+    n, layers = experts.n_expert, len(experts.layer_ids)
+    counts = np.zeros((layers, n))
+    # Over tokens that chose e and not f, by the square of e's weight: products of both outputs.
+    cross, ones, twos = (np.zeros((layers, n, n)) for _ in range(3))
+    chosen: list[list[tuple[Ints, Floats]]] = [[] for _ in range(layers)]
+    spreads: list[list[float]] = [[] for _ in range(layers)]
+    pattern = re.compile(r"ffn_moe_logits-(\d+)")
+
+    def seen(node: Node) -> None:
+        found = pattern.fullmatch(node.name)
+        if found is None:
+            return
+        at = experts.layer_ids.index(int(found[1]))
+        logits, x = node.array()[0, 0], node.source(1).array()[0, 0]
+        ids = np.argsort(-logits, axis=1, kind="stable")[:, : experts.n_used]
+        weights = weights_of(logits, ids, experts.scale)
+        counts[at] += np.bincount(ids.ravel(), minlength=n)
+        chosen[at].append((ids[:, 1:], weights[:, 1:].astype(np.float32)))
+        spreads[at].append(float(logits.std(axis=1).mean()))
+        outputs = experts.outputs(at, x)
+        products = np.matmul(outputs, outputs.transpose(0, 2, 1))
+        gates = np.zeros(logits.shape)
+        np.put_along_axis(gates, ids, weights, axis=1)
+        pairs = (gates**2)[:, :, None] * (gates == 0)[:, None, :]
+        lengths = np.einsum("tee->te", products)
+        cross[at] += (pairs * products).sum(axis=0)
+        ones[at] += (pairs * lengths[:, :, None]).sum(axis=0)
+        twos[at] += (pairs * lengths[:, None, :]).sum(axis=0)
+
+    length = max(map(len, windows))
+    wanted = pattern.fullmatch
+    with observe(
+        path, length, compute_threads(threads), lambda node: bool(wanted(node.name)), seen
+    ) as reader:
+        for window in windows:
+            reader.read(window)
+    found = []
+    for at in range(layers):
+        resident = np.zeros(n, bool)
+        resident[np.argsort(-counts[at], kind="stable")[:n_resident]] = True
+        scores = [weights[~resident[ids]] for ids, weights in chosen[at]]
+        found.append(
+            Layer(
+                resident,
+                (cross[at] / np.maximum(twos[at], 1e-20)).astype(np.float32),
+                (cross[at] ** 2 / np.maximum(ones[at] * twos[at], 1e-20)).astype(np.float32),
+                np.concatenate(scores),
+                float(np.mean(spreads[at])),
+            )
+        )
+    return found
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Return log-probabilities [n, n_vocab] in single precision, which is exact enough here."""
+    shifted: Floats = logits - logits.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64))
+    return shifted
+
+
+def read_stepped(reader: Observer, window: Sequence[int]) -> Floats:
+    """Return the logits [n, n_vocab] of a window that is evaluated token by token."""
+    context = reader._context
+    context.forget_all()
+    rows = []
+    for position, token in enumerate(window):
+        if context.decode([token], position) != 0:
+            raise RuntimeError("llama.cpp failed to evaluate a token")
+        rows.append(reader.logits(1)[0].copy())
+    return np.stack(rows)
+
+
+def measure(
+    path: Path,
+    experts: Experts,
+    layers: list[Layer],
+    windows: Sequence[Sequence[int]],
+    known: list[dict[str, Any]],
+    seconds: float,
+    stepped: bool = False,
+    threads: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return one record for each window: for each choice the sums over its tokens. Continues after
+    `known`, and ends early after `seconds`."""
+    decider = Decider(experts, layers)
+    started, length = time.monotonic(), max(map(len, windows))
+    found = list(known)
+    with observe(path, length, compute_threads(threads), decider.wanted, decider.seen) as reader:
+
+        def read(window: Sequence[int]) -> Floats:
+            if stepped:
+                return log_softmax(read_stepped(reader, window)[:-1])
+            reader.read(window)
+            return log_softmax(reader.logits(len(window))[:-1])
+
+        for window in windows[len(known) :]:
+            if time.monotonic() - started > seconds:
+                break
+            decider.choice = Choice()
+            base = read(window)
+            p, target = np.exp(base), (np.arange(len(window) - 1), window[1:])
+            record: dict[str, Any] = {"tokens": len(window) - 1, "nll": float(-base[target].sum())}
+            for choice in CHOICES:
+                decider.choice, decider.waited, decider.missed = choice, 0, 0
+                other = read(window)
+                record[choice.label] = {
+                    "kl": float((p * (base - other)).sum(dtype=np.float64)),
+                    "nll": float(-other[target].sum()),
+                    "same": int((base.argmax(axis=1) == other.argmax(axis=1)).sum()),
+                    "waited": decider.waited / len(window),
+                    "missed": decider.missed / len(window),
+                }
+            found.append(record)
+            print(f"\rwindow {len(found)} of {len(windows)}", end="", file=sys.stderr)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m models.real.substitution", description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the text collection")
+    parser.add_argument("--out", type=Path, required=True, help="results, as JSON")
+    parser.add_argument("--text", choices=list(JUDGED), default="wikitext")
+    parser.add_argument("--fit", nargs="+", default=list(FIT), help="texts in `train` to fit on")
+    parser.add_argument("--fit-tokens", type=int, default=2048)
+    parser.add_argument("--resident", type=int, help="resident experts of a layer [default: half]")
+    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--window", type=int, default=128, help="tokens of each document")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after these, resumably")
+    parser.add_argument("--stepped", action="store_true", help="evaluate token by token")
+    parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
+    args = parser.parse_args(argv)
+    try:
+        experts = Experts(args.model)
+        n_resident = args.resident or experts.n_expert // 2
+        with observe(
+            args.model, 512, compute_threads(args.threads), lambda node: False, lambda node: None
+        ) as reader:
+
+            def tokenize(text: str) -> list[int]:
+                return reader.model.tokenize(text, add_special=True, parse_special=True)
+
+            fitted = fit_windows(tokenize, args.data, args.fit_tokens, tuple(args.fit))
+            documents = judged_documents(args.data, args.text, 64 * args.documents * args.window)
+            cut = judged_windows(tokenize, documents, 1 << 30, args.window, 1)
+        windows = [window for _, window in cut if len(window) == args.window][: args.documents]
+        layers = fit(args.model, experts, fitted, n_resident, args.threads)
+        known = json.loads(args.out.read_text())["windows"] if args.out.exists() else []
+        records = measure(
+            args.model,
+            experts,
+            layers,
+            windows,
+            known,
+            args.seconds,
+            args.stepped,
+            args.threads,
+        )
+    except (GGUFError, MoeEdgeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    squared = []
+    for layer in layers:
+        pairs = np.outer(~layer.resident, layer.resident) & (layer.correlations > 0)
+        squared.append(float(layer.correlations[pairs].mean()) if pairs.any() else 0.0)
+    result = {
+        "model": args.model.name,
+        "text": args.text,
+        "resident": n_resident,
+        "n_expert": experts.n_expert,
+        "n_used": experts.n_used,
+        "squared_correlation": squared,
+        "windows": records,
+    }
+    write_whole(args.out, json.dumps(result))
+    print(f"{args.out}: {len(records)} of {len(windows)} windows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Show results of `models.real.substitution`:
+`python -m models.real.substitution_table FILE.json.. [--draw FOLDER]`.
+
+Prints one table for each file: the KL divergence of each way over that of skipping at the same
+number of experts waited for, with 95 % intervals over documents. --draw writes the KL divergences
+as a picture, one panel for each file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gguf_tools.columns import aligned
+from models.real.judge import DRAWS
+from models.real.substitution import BIAS, BIASES, CHOICES, LEVELS, SKIP, WAYS, Choice
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.lab.plotting import Line, Panel, draw
+
+Values = npt.NDArray[np.float64]
+NAME = "substitution"
+
+
+class Results:
+    """One file, with its windows drawn at random again and again. values: [draws, windows], how
+    often each draw has each window; the first draw has each one once."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file that has no windows."""
+        try:
+            self.found: dict[str, Any] = json.loads(path.read_text())
+            self.windows: list[dict[str, Any]] = self.found["windows"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: no results of models.real.substitution") from error
+        if not self.windows:
+            raise ConfigError(f"{path}: no window is finished")
+        n = len(self.windows)
+        self._draws = np.random.default_rng(1).multinomial(n, np.full(n, 1 / n), DRAWS)
+        self._draws[0] = 1
+        self._tokens = self._draws @ np.array([each["tokens"] for each in self.windows])
+
+    def of(self, choice: Choice, name: str) -> Values:
+        """Return a figure of a choice a token, in each draw [draws]."""
+        values = np.array([each[choice.label][name] for each in self.windows], float)
+        if name in ("waited", "missed"):  # a mean over the window's tokens already
+            values *= np.array([each["tokens"] for each in self.windows])
+        found: Values = self._draws @ values / self._tokens
+        return found
+
+    def over_skip(self, choice: Choice) -> Values:
+        """Return the KL divergence of a choice over that of skipping at equal reads, in each draw.
+
+        Skipping's is interpolated between its levels, and from nothing skipped.
+        """
+        skips = [Choice(SKIP, level) for level in sorted(LEVELS, reverse=True)]
+        waited = np.stack(
+            [*(self.of(each, "waited") for each in skips), self.of(skips[0], "missed")]
+        )
+        kl = np.stack([*(self.of(each, "kl") for each in skips), np.zeros(DRAWS)])
+        mine, at = self.of(choice, "kl"), self.of(choice, "waited")
+        found: Values = np.array(
+            [
+                mine[draw] / np.interp(at[draw], waited[:, draw], kl[:, draw])
+                for draw in range(DRAWS)
+            ]
+        )
+        return found
+
+    def perplexity(self, choice: Choice) -> Values:
+        """Return the perplexity of a choice over that of the whole model, in each draw."""
+        base = self._draws @ np.array([each["nll"] for each in self.windows]) / self._tokens
+        found: Values = np.exp(self.of(choice, "nll") - base)
+        return found
+
+    @property
+    def title(self) -> str:
+        """What the results are of."""
+        each = self.found
+        return (
+            f"{each['model']}, {each['text']}, {each['n_used']} of {each['n_expert']} experts, "
+            f"{each['resident']} resident; {len(self.windows)} documents, {self._tokens[0]} tokens"
+        )
+
+
+def shown(draws: Values, digits: int = 2) -> str:
+    """Return the value of the first draw with the 95 % interval of all."""
+    low, high = np.percentile(draws, (2.5, 97.5))
+    return f"{draws[0]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def table(results: Results) -> str:
+    """Return the results as a table."""
+    rows = [["", "waited for", "KL, nats", "KL over skip", "perplexity", "same top token"]]
+    for choice in CHOICES:
+        share = results.of(choice, "waited")[0] / results.of(choice, "missed")[0]
+        rows.append(
+            [
+                choice.label,
+                f"{100 * share:.0f} %",
+                shown(results.of(choice, "kl"), 4),
+                shown(results.over_skip(choice)),
+                shown(results.perplexity(choice), 3),
+                f"{100 * results.of(choice, 'same')[0]:.1f} %",
+            ]
+        )
+    squared = results.found["squared_correlation"]
+    note = (
+        f"squared correlation of outputs: mean {np.mean(squared):.4f}, least {min(squared):.4f}, "
+        f"most {max(squared):.4f} of the layers' means"
+    )
+    return "\n".join([results.title, *aligned(rows), note])
+
+
+def panel(results: Results) -> Panel:
+    """Return the KL divergences over the share of missing experts that are waited for."""
+    lines = []
+    for way, levels in (*((way, LEVELS) for way in WAYS), (BIAS, BIASES)):
+        choices = [Choice(way, level) for level in levels]
+        x = [
+            100 * float(results.of(each, "waited")[0] / results.of(each, "missed")[0])
+            for each in choices
+        ]
+        y = [[float(kl[0]), float(kl.std())] for kl in (results.of(each, "kl") for each in choices)]
+        lines.append(Line(way, x, y, dashed=way == BIAS))
+    return Panel(
+        "missing experts that are waited for, %",
+        "KL from all experts, nats a token",
+        lines,
+        results.title.replace("; ", ";\n"),
+        scale="log",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.real.substitution_table", description=__doc__
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--draw", type=Path, help=f"folder for {NAME}.png and {NAME}.svg")
+    args = parser.parse_args(argv)
+    try:
+        found = [Results(path) for path in args.files]
+        print("\n\n".join(table(each) for each in found))
+        if args.draw is not None:
+            draw(args.draw, NAME, [panel(each) for each in found], 1)
+    except (MoeEdgeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Texts of a collection that is given as `--data DIR`: some to fit on, others to judge on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from orchestrator.errors import ConfigError
+from orchestrator.lab.eval.text import (
+    Document,
+    Tokenize,
+    Window,
+    read_documents,
+    read_text,
+    windows_of,
+)
+
+WINDOW = 512
+# Windows of one document at most, so that a long book is not the whole text.
+_WINDOWS_EACH = 2
+# Kinds of text that the split and the router are fitted on, in equal parts.
+FIT = ("enwiki_recent", "textbooks_ccby", "books_classics", "oasst1_messages_flat")
+# Texts that models are judged on, by name. None of them is in the first list.
+JUDGED = {
+    "wikitext": "eval/wikitext2/wiki.test.raw.xz",
+    "textbooks": "valid/textbooks_ccby.jsonl.xz",
+    "books": "valid/books_children.jsonl.xz",
+    "messages": "valid/sft_oasst1.jsonl.xz",
+    "encyclopedia": "valid/enwiki_core.jsonl.xz",
+    "stories": "valid/stories_ccby.jsonl",
+}
+_ARTICLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
+
+
+def fit_windows(
+    tokenize: Tokenize, data: Path, n_tokens: int, kinds: Sequence[str] = FIT
+) -> list[list[int]]:
+    """Return windows of about `n_tokens` tokens in all, of each kind of text in turns.
+
+    Raises ConfigError if a file of the collection is missing.
+    """
+    share = -(-n_tokens // len(kinds))
+    found = [
+        _windows(tokenize, _documents(data / f"train/{name}.jsonl.xz", share), share)
+        for name in kinds
+    ]
+    return [window.tokens for turn in zip_longest(*found) for window in turn if window is not None]
+
+
+def judged_documents(data: Path, name: str, n_tokens: int) -> list[Document]:
+    """Return documents of one of JUDGED that have about `n_tokens` tokens in all.
+
+    WikiText-2 is one file; each of its articles is a document. Raises ConfigError if the file is
+    missing or the name unknown.
+    """
+    if name not in JUDGED:
+        raise ConfigError(f"unknown text '{name}'; known: {', '.join(JUDGED)}")
+    path = data / JUDGED[name]
+    if name == "wikitext":
+        text = read_text(path, 2 * n_tokens)
+        starts = [found.start() for found in _ARTICLE.finditer(text)]
+        cuts = zip(starts, [*starts[1:], len(text)], strict=True)
+        return [Document(text[start:end], domain=name) for start, end in cuts]
+    return [Document(each.text, domain=name) for each in _documents(path, n_tokens)]
+
+
+def judged_windows(
+    tokenize: Tokenize,
+    documents: Sequence[Document],
+    n_tokens: int,
+    length: int = WINDOW,
+    each: int = _WINDOWS_EACH,
+) -> list[tuple[int, list[int]]]:
+    """Return (number of the document, tokens) of each window, `n_tokens` tokens in all at most.
+
+    length: tokens of a window at most. each: windows of a document at most.
+    """
+    found: list[tuple[int, list[int]]] = []
+    left = n_tokens
+    for number, document in enumerate(documents):
+        for window in windows_of(tokenize, [document], length, min(left, each * length))[:each]:
+            found.append((number, window.tokens))
+            left -= window.n_scored
+        if left <= 0:
+            break
+    return found
+
+
+def _documents(path: Path, n_tokens: int) -> list[Document]:
+    """Return the documents of JSON lines. A chat record becomes its messages, one after another."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: --data names the folder of the text collection")
+    if path.name.startswith("sft_"):
+        from orchestrator.lab.eval.text import json_lines
+
+        chats = []
+        for _, record in json_lines(path):
+            messages = record.get("messages", [])
+            chats.append(Document("\n\n".join(each["content"] for each in messages)))
+            if len(chats) >= n_tokens // 64:
+                break
+        return chats
+    return read_documents(path, n_tokens)
+
+
+def _windows(tokenize: Tokenize, documents: Sequence[Document], n_tokens: int) -> list[Window]:
+    """Return windows of `n_tokens` tokens in all, a few of each document."""
+    found: list[Window] = []
+    left = n_tokens
+    for document in documents:
+        if left <= 0:
+            break
+        cut = windows_of(tokenize, [document], WINDOW, min(left, _WINDOWS_EACH * WINDOW))
+        found += cut
+        left -= sum(len(window.tokens) for window in cut)
+    return found
