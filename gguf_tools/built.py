@@ -99,7 +99,7 @@ def libraries() -> Path:
 
 
 @cache
-def instructions() -> str:
+def instruction_set() -> str:
     """Return the name of the best instruction set that the libraries and the processor support.
 
     Return "native" for libraries that were compiled on this machine. Raises NotBuilt if the
@@ -142,7 +142,7 @@ def _has(*position: int) -> bool:
 def _preloads() -> list[Path]:
     """Return the libraries to load before libllama: a wheel's libggml-cpu for this processor and
     the CUDA library of moe-edge-cuda. Raises NotBuilt."""
-    folder, chosen = libraries(), instructions()
+    folder, chosen = libraries(), instruction_set()
     found = [] if chosen == "native" else list((folder / chosen).iterdir())
     if (folder / CUDA).is_dir():
         if _stamp_in(folder / CUDA).get("patches") != stamp().get("patches"):

@@ -35,11 +35,14 @@ def default_threads() -> int:
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
 
 
-def compute_threads(asked: int | None) -> int:
-    """Return the number of compute threads to use: `asked`, capped at the usable cores, or the
-    default if `asked` is None. Threads beyond the cores wait for each other at every barrier, and a
-    token then takes minutes."""
-    return min(asked, usable_cores()) if asked else default_threads()
+def compute_threads(requested: int | None) -> int:
+    """Return the number of compute threads: the requested number, but at most the usable cores. If
+    none was requested, return the default.
+
+    With more threads than cores, threads wait for each other at every barrier, and a token takes
+    minutes.
+    """
+    return min(requested, usable_cores()) if requested else default_threads()
 
 
 class Disturbance:

@@ -26,6 +26,7 @@ class ProgressMeter:
             progress.total_bytes = total
 
     def add(self, nbytes: int) -> None:
+        """Count nbytes more bytes as processed and report the new share."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(min(1.0, self.done / self.total))

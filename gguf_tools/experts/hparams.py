@@ -95,7 +95,7 @@ def routed_blocks(file: GGUFFile) -> int:
     return _Keys(file).routed_blocks()
 
 
-def announced_tiers(file: GGUFFile) -> list[str]:
+def listed_tiers(file: GGUFFile) -> list[str]:
     """Return the tier names listed in a packed file's metadata, the best first.
 
     Return one empty name for a file that is not packed. Raises GGUFError for invalid metadata.

@@ -13,13 +13,13 @@ from typing import Any
 
 from gguf_tools import errors
 from gguf_tools.closing import Closing
-from gguf_tools.experts.hparams import Hyperparameters, announced_tiers
+from gguf_tools.experts.hparams import Hyperparameters, listed_tiers
 from gguf_tools.experts.loadable import check_loadable
 from gguf_tools.experts.pairing import check_pair
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Tier
 from gguf_tools.experts.tensors import (
-    Found,
-    check_choices,
+    LocatedTensor,
+    check_routing_tables,
     cut_slices,
     first_expert,
     sort_tensors,
@@ -68,7 +68,7 @@ class ExpertModel(Closing):
     dense_layer_bytes: list[int]
     tier_bytes: list[int]
     has_shared: bool
-    lookup: list[Found]
+    lookup: list[LocatedTensor]
     fallbacks: list[str]
     parts: list[GGUFFile]
 
@@ -169,10 +169,10 @@ class ExpertModel(Closing):
 def _of_one(parts: list[GGUFFile]) -> ExpertModel:
     """Create a model from the parts of one model, without further tiers of a second one."""
     first = parts[0]
-    tier_names = announced_tiers(first)
+    tier_names = listed_tiers(first)
     hparams = Hyperparameters.read(first, first_expert(parts))
     check_loadable(parts, hparams)
-    check_choices(parts, hparams.n_expert)
+    check_routing_tables(parts, hparams.n_expert)
     tensors = sort_tensors(parts, hparams, tier_names)
     slices, shapes = cut_slices(parts, tensors, tier_names, hparams.n_expert)
     tiers, tier_bytes = sum_tiers(first, tier_names, slices, shapes, hparams.n_expert)

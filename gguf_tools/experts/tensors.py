@@ -9,7 +9,6 @@ from gguf_tools import errors
 from gguf_tools.experts.hparams import Hyperparameters
 from gguf_tools.experts.slices import LayerShapes, LayerSlices, Slice, Tier
 from gguf_tools.file.layout import (
-    CHOICES,
     DOWN,
     EMBEDDINGS,
     GATE,
@@ -19,6 +18,7 @@ from gguf_tools.file.layout import (
     LOOKUP_TABLE,
     OUTPUT,
     ROUTER,
+    ROUTING_TABLE,
     TIER_MARK,
     UP,
     GGMLType,
@@ -32,7 +32,7 @@ from gguf_tools.file.reader import GGUFFile
 _KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
 
 
-class Found(NamedTuple):
+class LocatedTensor(NamedTuple):
     """A tensor and the number of the file that contains it."""
 
     file_index: int
@@ -54,9 +54,9 @@ class SortedTensors:
     dense_layer_bytes: list[int]
     dense_bytes: int = 0
     has_shared: bool = False
-    lookup: list[Found] = field(default_factory=list)
-    best: dict[int, dict[int, Found]] = field(default_factory=dict)
-    lower: dict[tuple[int, int, str], Found] = field(default_factory=dict)
+    lookup: list[LocatedTensor] = field(default_factory=list)
+    best: dict[int, dict[int, LocatedTensor]] = field(default_factory=dict)
+    lower: dict[tuple[int, int, str], LocatedTensor] = field(default_factory=dict)
 
 
 def first_expert(parts: list[GGUFFile]) -> TensorInfo:
@@ -93,20 +93,22 @@ def sort_tensors(
                     )
                 tensors.dense_bytes += info.nbytes
                 if info.name == LOOKUP_TABLE or (info.name == EMBEDDINGS and not tied):
-                    tensors.lookup.append(Found(file_index, info))
+                    tensors.lookup.append(LocatedTensor(file_index, info))
                 block = layer_of(info.name)
                 if block is not None and block < hparams.block_count:
                     tensors.dense_layer_bytes[block] += info.nbytes
                 tensors.has_shared |= "_shexp." in info.name
             elif parsed.tier is None:
-                tensors.best.setdefault(parsed.il, {})[parsed.kind] = Found(file_index, info)
+                tensors.best.setdefault(parsed.il, {})[parsed.kind] = LocatedTensor(
+                    file_index, info
+                )
             elif parsed.tier not in tier_names[1:]:
                 raise errors.MissingTierError(
                     f"{part.path}: tensor {info.name}: offset {info.offset}: key {KEY_TIERS}"
                     f" does not list {parsed.tier} as a lower tier"
                 )
             else:
-                tensors.lower[parsed.il, parsed.kind, parsed.tier] = Found(file_index, info)
+                tensors.lower[parsed.il, parsed.kind, parsed.tier] = LocatedTensor(file_index, info)
     if not tensors.best:
         raise _no_experts(parts[0])
     return tensors
@@ -152,12 +154,12 @@ def cut_slices(
     return slices, shapes
 
 
-def _matrix_shape(found: Found | None) -> tuple[int, int] | None:
+def _matrix_shape(found: LocatedTensor | None) -> tuple[int, int] | None:
     return None if found is None else (found.info.shape[0], found.info.shape[1])
 
 
 def _check_layer(
-    parts: list[GGUFFile], il: int, layer: dict[int, Found], n_expert: int, gated: bool
+    parts: list[GGUFFile], il: int, layer: dict[int, LocatedTensor], n_expert: int, gated: bool
 ) -> None:
     """Check that a layer has a valid set of expert matrices and that their shapes match.
 
@@ -188,7 +190,7 @@ def _check_layer(
             )
 
 
-def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
+def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
     """Check that routers have an output for every expert and routing tables only valid indices.
 
     Routing tables select experts by token ID. They are read completely, because llama.cpp aborts
@@ -196,12 +198,12 @@ def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
     """
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
-            found = Found(file_index, info)
+            found = LocatedTensor(file_index, info)
             if info.name.endswith(ROUTER) and info.shape[-1] < n_expert:
                 raise _shape_error(
                     parts, found, f"expected an output for each of {n_expert} experts"
                 )
-            if not info.name.endswith(CHOICES):
+            if not info.name.endswith(ROUTING_TABLE):
                 continue
             where = f"{part.path}: tensor {info.name}: offset {info.offset}"
             if info.type is not GGMLType.I32:
@@ -214,7 +216,7 @@ def check_choices(parts: list[GGUFFile], n_expert: int) -> None:
                 )
 
 
-def _shape_error(parts: list[GGUFFile], found: Found, text: str) -> errors.GGUFError:
+def _shape_error(parts: list[GGUFFile], found: LocatedTensor, text: str) -> errors.GGUFError:
     return errors.TensorShapeError(
         f"{parts[found.file_index].path}: tensor {found.info.name}: offset {found.info.offset}:"
         f" shape {list(found.info.shape)}, {text}"
@@ -225,9 +227,9 @@ def _tier_slices(
     parts: list[GGUFFile],
     il: int,
     kind: int,
-    base: Found | None,
+    base: LocatedTensor | None,
     tier_names: list[str],
-    lower: dict[tuple[int, int, str], Found],
+    lower: dict[tuple[int, int, str], LocatedTensor],
     n_expert: int,
 ) -> tuple[Slice | None, ...]:
     """Return the slices of one matrix in every tier. Entries used from `lower` are removed."""
@@ -247,7 +249,7 @@ def _tier_slices(
     return tuple(slices)
 
 
-def _slice(found: Found, n_expert: int) -> Slice:
+def _slice(found: LocatedTensor, n_expert: int) -> Slice:
     info = found.info
     return Slice(found.file_index, info.offset, info.nbytes // n_expert, info.type)
 

@@ -42,7 +42,7 @@ OUTPUT = "output.weight"  # missing if the model uses the embeddings as output m
 LOOKUP_TABLE = "per_layer_token_embd.weight"
 # A layer's router: a matrix with one row per expert, or a table of expert indices per token ID.
 ROUTER = "ffn_gate_inp.weight"
-CHOICES = "ffn_gate_tid2eid.weight"
+ROUTING_TABLE = "ffn_gate_tid2eid.weight"
 
 KEY_ARCHITECTURE = "general.architecture"
 KEY_ALIGNMENT = "general.alignment"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from gguf_tools.errors import DiskSpaceError, HubError
-from gguf_tools.hub.explain import hub_sentences, storage_folder
+from gguf_tools.hub.explain import storage_folder, translated_errors
 from gguf_tools.hub.selection import is_language_model, models_of, select_files
 from gguf_tools.units import format_size
 
@@ -101,7 +101,7 @@ def prepare(
     """
     from huggingface_hub import HfApi
 
-    with hub_sentences(repo, revision):
+    with translated_errors(repo, revision):
         info = HfApi().model_info(repo, revision=revision, files_metadata=True)
         sizes = {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
         names = select_files(repo, sizes, include, checkpoint_first=checkpoint_first)

@@ -16,7 +16,7 @@ from typing import Any
 from gguf_tools.errors import HubError
 from gguf_tools.file.chunks import sha256_of
 from gguf_tools.hub.contents import Download, HubFile, incomplete_blob
-from gguf_tools.hub.explain import hub_sentences
+from gguf_tools.hub.explain import translated_errors
 from gguf_tools.progress import Progress, ProgressMeter
 
 RETRIES = 5
@@ -36,7 +36,7 @@ def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
     download.check_space()
     meter = ProgressMeter(progress, download.nbytes)
     paths = []
-    with hub_sentences(download.repo, download.revision):
+    with translated_errors(download.repo, download.revision):
         for file in download.files:
             meter.add(file.have)
             if not file.path.exists():

@@ -18,7 +18,7 @@ def storage_folder(repo: str) -> Path:
 
 
 @contextmanager
-def hub_sentences(repo: str, revision: str | None) -> Iterator[None]:
+def translated_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Convert exceptions of huggingface_hub in the block to HubError, and silence its log."""
     from huggingface_hub.errors import EntryNotFoundError, HTTPError
 

@@ -42,8 +42,8 @@ def pack_jobs(
         layer = list(group)
         for matrix in layer:
             for target in matrix.targets:
-                if target.same is not None:
-                    yield partial(_copy_tier, model, writer, target.name, target.same)
+                if target.copy_from is not None:
+                    yield partial(_copy_tier, model, writer, target.name, target.copy_from)
         if ggml is not None:
             by = quantizer or Rtn(ggml)
             for expert in range(model.n_expert):
@@ -62,7 +62,7 @@ def _expert_jobs(
     by: ExpertQuantizer,
 ) -> Iterator[Job]:
     """Yield the jobs for one expert's matrix. Tiers that can be copied are left out."""
-    made = [target for target in matrix.targets if target.same is None]
+    made = [target for target in matrix.targets if target.copy_from is None]
     if not made:
         return
     n, rows = matrix.shape

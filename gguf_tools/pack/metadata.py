@@ -59,7 +59,7 @@ def method_and_calibration(
     If lower tiers are copied from the source, the result includes the method recorded there.
     """
     by = quantizer or Rtn
-    lower = [each.same is None for matrix in matrices for each in matrix.targets[1:]]
+    lower = [each.copy_from is None for matrix in matrices for each in matrix.targets[1:]]
     recorded = one_line(str(model.metadata.get(layout.KEY_QUANTIZATION, by.method))).split(",")[0]
     if quantizer is not None or all(lower) or recorded in (by.method, "ggml"):
         return by.method, by.calibration

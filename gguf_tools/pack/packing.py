@@ -87,6 +87,6 @@ def pack(
 
 def _tools(ggml: Ggml | None, matrices: list[Matrix], others: list[Dense]) -> Ggml | None:
     """Return the ggml library, or None if nothing has to be quantized."""
-    needed = any(target.same is None for matrix in matrices for target in matrix.targets)
+    needed = any(target.copy_from is None for matrix in matrices for target in matrix.targets)
     needed |= any(other.type != other.info.type for other in others)
     return (ggml or load_ggml()) if needed else None

@@ -26,7 +26,7 @@ LOSSY_BPW = 8.0
 _DENSE_KEEP = (
     "_norm.",
     "ffn_gate_inp",
-    layout.CHOICES,
+    layout.ROUTING_TABLE,
     "altup",
     "laurel",
     "per_layer_model_proj",
@@ -43,13 +43,13 @@ _DENSE_KEEP = (
 class Target(NamedTuple):
     """A tensor to be written: one tier of one expert matrix.
 
-    same: the source's slice that has this type already, to be copied. If it is None, the tensor is
-        quantized from the source's best tier.
+    copy_from: the source's slice that has this type already, to be copied. If it is None, the
+        tensor is quantized from the source's best tier.
     """
 
     name: str
     type: GGMLType
-    same: Slice | None
+    copy_from: Slice | None
 
 
 class Matrix(NamedTuple):
@@ -103,10 +103,12 @@ def expert_targets(
                 ggml_type = layout.fitting_type(requested, shape[0])
                 fallbacks |= dict.fromkeys(layout.fallback(kind, requested, shape[0]))
                 reusable = stored if reuse_lower else stored[:1]
-                same = next((each for each in reusable if each and each.type == ggml_type), None)
-                requantized |= same is None
+                copy_from = next(
+                    (each for each in reusable if each and each.type == ggml_type), None
+                )
+                requantized |= copy_from is None
                 name = expert_tensor_name(il, kind, requested.tier_name if index else None)
-                targets.append(Target(name, ggml_type, same))
+                targets.append(Target(name, ggml_type, copy_from))
                 nbytes[index] += row_bytes(ggml_type, shape[0]) * shape[1]
             matrices.append(Matrix(layer, kind, source, shape, targets))
     found = model.tiers[0]

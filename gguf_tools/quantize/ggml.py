@@ -21,7 +21,7 @@ from gguf_tools import built
 from gguf_tools.errors import QuantizeError
 from gguf_tools.file.layout import BLOCK, IMPORTANCE_TYPES, TIER_TYPES, GGMLType, row_bytes
 from gguf_tools.quantize.q2_0 import encode_q2_0
-from gguf_tools.quantize.tiers import unusable
+from gguf_tools.quantize.tiers import unusable_tier
 
 Floats = npt.NDArray[np.float32]
 Blocks = npt.NDArray[np.uint8]
@@ -146,7 +146,7 @@ class Ggml:
         n_rows, n_per_row = values.shape
         usable = ggml_type in TIER_TYPES
         if not usable and (importance is None or ggml_type not in IMPORTANCE_TYPES):
-            raise QuantizeError(unusable(ggml_type.tier_name))
+            raise QuantizeError(unusable_tier(ggml_type.tier_name))
         if n_per_row % BLOCK[ggml_type].weights:
             raise QuantizeError(
                 f"rows of {n_per_row} are not a multiple of {BLOCK[ggml_type].weights}, the"

@@ -14,7 +14,7 @@ from gguf_tools.file.layout import (
 )
 
 
-def unusable(name: str) -> str:
+def unusable_tier(name: str) -> str:
     """Return the error message for a name that cannot be a tier. It lists the valid names."""
     known = ", ".join(each.tier_name for each in TIER_TYPES)
     found = type_by_name(name)
@@ -39,7 +39,7 @@ def parse_types(names: Sequence[str], importance: bool = False) -> list[GGMLType
     for name in names:
         found = type_by_name(name)
         if found is None or found not in usable:
-            raise QuantizeError(unusable(name))
+            raise QuantizeError(unusable_tier(name))
         types.append(found)
     return types
 

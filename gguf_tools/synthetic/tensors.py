@@ -58,7 +58,7 @@ class ModelBuilder:
         s = shape
         use = np.full(s.n_expert, s.n_expert_used / s.n_expert)
         if routing != "uniform":
-            use = sw.zipf_use(s.n_expert, s.n_expert_used, zipf_s)
+            use = sw.zipf_usage(s.n_expert, s.n_expert_used, zipf_s)
             self.bias = sw.router_bias(use, s.n_expert_used)
             self.constant_power = CONSTANT_POWER
         else:

@@ -111,7 +111,7 @@ def _q8_0(u: Bytes, packed: Bytes, d: float) -> Bytes:
     return out.reshape(-1)
 
 
-def zipf_use(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
+def zipf_usage(n_expert: int, n_used: int, s: float) -> npt.NDArray[np.float64]:
     """Return the probability [n_expert] that a token uses each expert, in decreasing order.
 
     The probabilities are proportional to rank**-s and sum to n_used. They are limited to 0.98,

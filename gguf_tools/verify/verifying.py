@@ -11,9 +11,9 @@ from gguf_tools.process import compute_threads
 from gguf_tools.progress import Progress
 from gguf_tools.quantize.ggml import Ggml, load_ggml
 from gguf_tools.verify.blocks import check_blocks
-from gguf_tools.verify.promises import model_problems
 from gguf_tools.verify.report import Problem, VerifyReport
 from gguf_tools.verify.structure import foreign_problems, layout_problems
+from gguf_tools.verify.tiers import model_problems
 
 
 def verify(

@@ -72,7 +72,7 @@ def examine(
         "threads": threads,
         "memory_bytes": machine.memory_bytes,
         "usable_bytes": machine.usable_bytes,
-        "system": f"{built.instructions()} libraries; "
+        "system": f"{built.instruction_set()} libraries; "
         + bindings.api.llama_print_system_info().decode("utf-8", "replace").strip(),
         "memory_bytes_per_s": memory_speed,
         "model": str(config.model),

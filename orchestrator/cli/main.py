@@ -128,7 +128,7 @@ def _llama_version() -> str:
 
     try:
         version = built.stamp().get("version", "of another make")
-        return f"llama_cpp_python {version} ({built.instructions()})"
+        return f"llama_cpp_python {version} ({built.instruction_set()})"
     except built.NotBuilt as error:
         return str(error)
 

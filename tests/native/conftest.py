@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gguf_tools import synthetic
-from gguf_tools.built import instructions
+from gguf_tools.built import instruction_set
 from gguf_tools.experts import ExpertModel
 from gguf_tools.pack import pack
 from orchestrator.config import Config
@@ -51,7 +51,7 @@ def library_files(library_folder):
     """libllama.so and its companions by the names that `make build` gives them. A wheel has others,
     and the library that computes in the folder of its set."""
     own = {new: old for old, new in portable.NAMES.items()}
-    paths = [*library_folder.glob("*.so"), *(library_folder / instructions()).glob("*.so")]
+    paths = [*library_folder.glob("*.so"), *(library_folder / instruction_set()).glob("*.so")]
     return {own.get(path.name.encode(), path.name.encode()).decode(): path for path in paths}
 
 

@@ -19,7 +19,7 @@ def prebuilt(tmp_path, monkeypatch):
         (tmp_path / "lib" / name).mkdir(parents=True)
     monkeypatch.setattr(built, "OWN", tmp_path)
     monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
-    caches = (built.package, built.instructions)
+    caches = (built.package, built.instruction_set)
     for each in caches:
         each.cache_clear()
     yield tmp_path
@@ -39,14 +39,14 @@ def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, m
         where for each in built.SETS.values() for name, where in each.items() if name in features
     }
     monkeypatch.setattr(built, "_has", lambda *where: where in there)
-    assert built.instructions() == chosen
+    assert built.instruction_set() == chosen
 
 
 def test_a_processor_below_the_least_gets_a_sentence(prebuilt, monkeypatch):
     lacking = {built.SETS["avx2"][name] for name in ("avx2", "fma")}
     monkeypatch.setattr(built, "_has", lambda *where: where not in lacking)
     with pytest.raises(built.NotBuilt, match=r"lacks fma, avx2, .*`make build`$"):
-        built.instructions()
+        built.instruction_set()
 
 
 def test_features_are_those_that_the_kernel_lists():

@@ -29,7 +29,7 @@ def test_blocks_have_the_asked_deviation(kind):
 
 @pytest.mark.parametrize(("n_expert", "n_used"), [(64, 8), (8, 2), (128, 8)])
 def test_router_bias_gives_zipf_use(n_expert, n_used):
-    use = sw.zipf_use(n_expert, n_used, 1.0)
+    use = sw.zipf_usage(n_expert, n_used, 1.0)
     assert use.sum() == pytest.approx(n_used)
     free = use < 0.98
     ranks = np.arange(1, n_expert + 1)[free]

@@ -7,7 +7,7 @@ import numpy as np
 
 from gguf_tools.errors import GGUFError, NotMoEError
 from gguf_tools.experts import ExpertModel
-from gguf_tools.experts.hparams import MAX_LAYERS, announced_tiers, routed_blocks
+from gguf_tools.experts.hparams import MAX_LAYERS, listed_tiers, routed_blocks
 from gguf_tools.file import layout
 from gguf_tools.file.layout import expert_tensor_name, parse_expert_name
 from gguf_tools.file.reader import GGUFFile
@@ -33,7 +33,7 @@ def model_problems(parts: list[GGUFFile], report: VerifyReport) -> Iterator[Prob
     """
     first = parts[0]
     try:
-        tiers = announced_tiers(first)
+        tiers = listed_tiers(first)
     except GGUFError as error:
         yield Problem(str(error), str(first.path))
         return
