@@ -23,7 +23,7 @@ from orchestrator.lab.eval.run import EvalOptions, best_config, read_reference
 from orchestrator.lab.study.dymoe import KINDS, SPREADS, Critical, Depth
 from orchestrator.lab.study.study import Case
 from orchestrator.lab.study.subject import Subject
-from orchestrator.runtime.engine import Engine
+from orchestrator.runtime.runtime import Runtime
 
 RETENTIONS = (0.75, 0.9)
 _KINDS = {kind for kind, _, _ in KINDS[True]} - {"heavy hitters, exact"}
@@ -36,8 +36,8 @@ class Prompts(Subject):
     def reference(self) -> Reference:
         """Return what the best tier says. The caller closes it."""
         config = best_config(self.config, self.best)
-        with Engine.open(config, self.report) as engine:
-            return read_reference(engine, self.windows, True, partial(report, "Reference"))
+        with Runtime.open(config, self.report) as runtime, runtime.evaluator() as e:
+            return read_reference(e, self.windows, True, partial(report, "Reference"))
 
 
 class DepthOfPrompts(Depth):

@@ -93,7 +93,7 @@ class NoopDriver:
         return False
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """Return the policy's state of a sequence, to keep it with the tokens; None if there is none."""
+        """Return the policy's state of a sequence, to keep with its tokens, or None."""
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:

@@ -40,13 +40,6 @@ def library_path():
     return package / "lib" / "libmoe-edge-server.so"
 
 
-def bring_compiled():
-    """Gives what was compiled to this process, whose cache a test may have replaced."""
-    from patches.upstream import cache_dir
-
-    bring_server(cache_dir().parent)
-
-
 def server_library():
     return ServerLibrary(library_path())
 

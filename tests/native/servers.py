@@ -3,7 +3,7 @@
 import json
 from contextlib import contextmanager
 
-from served import DEMO, bring_compiled
+from served import DEMO, library_path
 
 from orchestrator.config import Config
 from orchestrator.runtime.runtime import Runtime
@@ -35,7 +35,7 @@ def server_config(made, parallel=1):
 def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
     """The runtime of a server. note: gets the sentences for its log."""
     made = config(**settings)
-    bring_compiled()
+    library_path()
     with Runtime.open(made, answering=how(made, parallel, template), say=note) as runtime:
         yield runtime
 

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from fake_served import quiet, state_with
-from served import bring_compiled
+from served import library_path
 
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.app import application
@@ -15,7 +15,7 @@ from orchestrator.serve.settings import ServeSettings
 @contextmanager
 def served_with(config, parallel=1):
     settings, words = ServeSettings(parallel=parallel), Words("gpt2", "")
-    bring_compiled()
+    library_path()
     with Runtime.open(config, answering=answering(config, settings, words, "")) as runtime:
         yield Served(runtime, settings, words, quiet)
 
