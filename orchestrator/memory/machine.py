@@ -228,7 +228,7 @@ def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) ->
         return Misses(mode, threads=threads)
     speeds = measure_device(bindings.library(), gpu.info, threads)
     # Where pinning is refused there is no link that nobody waits for.
-    return Misses(mode, speeds.pinned, speeds.read, speeds.round_trip_us, threads)
+    return Misses(mode, speeds.pinned, speeds.round_trip_us, threads)
 
 
 def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:

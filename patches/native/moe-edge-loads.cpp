@@ -88,6 +88,7 @@ void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
     m.table[expert_of(cell)] = entry;
     m.version++;
     table_changes++;
+    stats.table_writes++;
 }
 
 void moe_edge_store::point_to_slot(int32_t cell) {
@@ -431,7 +432,11 @@ uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) 
     uint64_t took_us = 0;
     if (!reads.simulated()) {
         const uint64_t t0 = now_us();
-        done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        if (in_turn) {
+            work_in_turn(lock, true);
+        } else {
+            done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        }
         return now_us() - t0;
     }
     if (!reads.simulate_next(took_us)) {

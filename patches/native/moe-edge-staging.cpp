@@ -73,9 +73,12 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
         }
         down_matrices.push_back(&of_layer[MOE_EDGE_DOWN]);
     }
-    most_ahead_bytes = config.copy_bytes_per_s > 0.0 ? (uint64_t) (config.copy_bytes_per_s * AHEAD_COPY_S) : AHEAD_COPY_BYTES;
+    // in turn: what was measured must not change what is counted
+    most_ahead_bytes = config.copy_bytes_per_s > 0.0 && !in_turn ? (uint64_t) (config.copy_bytes_per_s * AHEAD_COPY_S) : AHEAD_COPY_BYTES;
     open_in_place(config);
-    copy_thread = std::thread([this] { copy_loop(); });
+    if (!in_turn) {
+        copy_thread = std::thread([this] { copy_loop(); });
+    }
 }
 
 // The most urgent of the loads whose bytes the host tier has.
@@ -114,6 +117,31 @@ void moe_edge_store::copy_loop() {
             start_copy();
             wake();
         }
+    }
+}
+
+// Does all reads that are queued, and the copies that may be in flight beside those that are. wait: where nothing can
+// go on, waits for a copy in flight.
+void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock, bool wait) {
+    for (;;) {
+        if (reads.read_one(lock)) {
+            wait = false;
+            continue;
+        }
+        if (copies.empty()) {
+            return;
+        }
+        const int32_t cell = copies.first();
+        const moe_edge_ticket oldest = ahead_before(slice_of(cell, cells[cell].load()->tier()).expert_bytes);
+        if (oldest == 0) {
+            start_copy();
+            wake();
+        } else if (wait) {
+            device->wait(oldest);
+        } else {
+            return;
+        }
+        wait = false;
     }
 }
 

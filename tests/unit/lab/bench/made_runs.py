@@ -15,7 +15,6 @@ def part(name, ms, tokens=None, **store):
         "used_ahead": 0.0,
         "copied_bytes": 0,
         "needed_copied_bytes": 0,
-        "in_place_bytes": 0,
         "host_computed_bytes": 0,
         "routed": {"high": 4, "low": 0, "skip": 0},
         "budget_bytes": 2**20,
