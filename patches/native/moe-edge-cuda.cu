@@ -23,7 +23,7 @@ namespace {
 
 constexpr int      REMAP_THREADS = 128;
 constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to here, a warp for each number of the result
-constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are under way are computed in such portions
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // in prompts, experts whose copies are in flight are computed in such portions
 constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
 
 // ---- kernels
@@ -58,11 +58,19 @@ static __device__ __forceinline__ void write_ids(const routed_ids routed, const 
     }
 }
 
+// Units of the gates of a list's experts. With the list they stay below the 4 KiB of arguments that every driver takes.
+struct gate_units {
+    int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
+};
+
+static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
+
 // Experts that are not in the list belong to another launch: -1 everywhere.
 // units: [list.n] the list's, for kernels that read them from memory
 // counts: null, or [n_expert] of routed tokens
-__global__ void remap_list(const moe_edge_launch_list list, const routed_ids routed, int32_t * out,
-                           int32_t * units, const result_rows dst, uint32_t * counts) {
+// gate_out: null, or the ids of the gates, which are fused in
+__global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
+                           int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
     if (threadIdx.x == 0) {
         found = -1;
@@ -86,18 +94,27 @@ __global__ void remap_list(const moe_edge_launch_list list, const routed_ids rou
     const bool indexed = list.indexed >> own & 1;
     write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at],
               at >= list.first[list.n_classes], out, dst);
+    if (gate_out) {
+        write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : gate.unit[at],
+                  false, gate_out, result_rows{});
+    }
     if (counts && at >= 0 && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
     }
 }
 
-// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert.
-__global__ void remap_table(const int32_t * table, const int n_expert, const int n_tiers, const uint32_t indexed,
-                            const routed_ids routed, int32_t * out, const result_rows dst, uint32_t * counts) {
+// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert. gate_table: null, or
+// that of the gates, which has the same tiers.
+__global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
+                            const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
+                            const result_rows dst, uint32_t * counts) {
     const int32_t id   = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
     const int32_t tier = table[id];
     const bool by_index = tier >= 0 && (indexed >> tier & 1);
     write_ids(routed, n_tiers, tier, by_index ? id : table[n_expert + id], tier < 0, out, dst);
+    if (gate_table) {
+        write_ids(routed, n_tiers, tier, by_index ? id : gate_table[n_expert + id], false, gate_out, result_rows{});
+    }
     if (counts && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
     }
@@ -426,11 +443,8 @@ class product {
         ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), n_tiers*n_ids);
         ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), gate ? n_tiers*n_ids : 1);
         remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
-            t.entries, w->ne[2], n_tiers, indexed, routed(), remapped.get(), result(), t.counts);
-        if (gate) {
-            remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
-                gate->table()->entries, w->ne[2], n_tiers, indexed, routed(), gate_remapped.get(), result_rows{}, nullptr);
-        }
+            t.entries, gate ? gate->table()->entries : nullptr, w->ne[2], n_tiers, indexed, routed(), remapped.get(),
+            gate_remapped.get(), result(), t.counts);
         CUDA_CHECK(cudaGetLastError());
         for (int32_t tier = 0; tier < n_tiers; tier++) {
             if (m->base[tier]) {
@@ -606,12 +620,14 @@ class product {
             return a.ticket < b.ticket;
         });
         run_wave({ list.begin(), there });
+        // With few tokens a kernel takes far less time than the copies that it waits for: one wave for all of them.
+        const uint64_t most = n_tokens <= VEC_TOKENS ? UINT64_MAX : WAVE_BYTES;
         std::vector<moe_edge_ready> wave;
         uint64_t bytes = 0;
         for (auto r = there; r != list.end(); ++r) {
             wave.push_back(*r);
             bytes += w->ne[1]*ggml_row_size((ggml_type) r->type, w->ne[0]);
-            if (bytes >= WAVE_BYTES || r + 1 == list.end()) {
+            if (bytes >= most || r + 1 == list.end()) {
                 run_wave(wave);
                 wave.clear();
                 bytes = 0;
@@ -642,11 +658,10 @@ class product {
             ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), std::max<int64_t>(n_classes*n_ids, 1));
             ggml_cuda_pool_alloc<int32_t> units(ctx.pool(), MOE_EDGE_LAUNCH_EXPERTS);
             ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), fused ? std::max<int64_t>(n_classes*n_ids, 1) : 1);
-            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, routed(), remapped.get(), units.get(), result(), counts());
-            if (fused) {
-                remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(
-                    l.gate, routed(), gate_remapped.get(), units.get(), result_rows{}, nullptr);
-            }
+            gate_units gates;
+            std::copy_n(l.gate.unit, MOE_EDGE_LAUNCH_EXPERTS, gates.unit);
+            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, gates, routed(), remapped.get(),
+                fused ? gate_remapped.get() : nullptr, units.get(), result(), counts());
             CUDA_CHECK(cudaGetLastError());
             for (int32_t i = 0; i < n_classes; i++) {
                 const moe_edge_launch_class & k = l.classes[i];

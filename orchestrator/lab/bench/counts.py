@@ -183,7 +183,7 @@ def count(retention: float, note: Note) -> Report:
     columns = (NAME, *(Column(name, name, fixed(2)) for name in FIGURES))
     title = f"for each layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
     heading = [
-        f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256, "
+        f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "
         f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS}",
         f"rows 1 to 6: Table 3 of DyMoE, {SHARE:.0%} of the experts on the GPU, dymoe at r = "
         f"{retention}; before the first step, host memory holds the experts in both precisions",

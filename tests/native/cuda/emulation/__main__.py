@@ -1,5 +1,5 @@
-"""`python -m tests.native.cuda.emulation` prints the path of the emulated GPU's libggml-cuda.so, with
-what a whole model needs. It compiles what the cache lacks."""
+"""`python -m tests.native.cuda.emulation` prints the path of the emulated GPU's libggml-cuda.so,
+with what a whole model needs. It compiles what the cache lacks."""
 
 import sys
 from pathlib import Path

@@ -108,6 +108,7 @@ def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bo
     runs = [measured(**store)]
     made = Gpu()
     made.room = SimpleNamespace(vram_bytes=lambda share: 4 * MIB)
+    made.model = SimpleNamespace(n_layers=2)
     rows = [
         row(MANAGED_ON_GPU, None, "reference", [2.0], [100.0]),
         made.row(Case("lru", "engine", cap), runs),
