@@ -34,7 +34,6 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -177,7 +176,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
         explicit call_lock(moe_edge_store & store) : store(store), lock(store.mutex) { store.stats.locks[store.phase]++; }
         ~call_lock() {
             if (store.in_turn) {
-                store.work_in_turn(lock, false);
+                store.work_in_turn(lock);
             }
         }
         std::unique_lock<std::mutex> & operator*() { return lock; }
@@ -230,10 +229,10 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
     moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
     void    copy_loop();
-    void    work_in_turn(std::unique_lock<std::mutex> & lock, bool wait);
+    void    work_in_turn(std::unique_lock<std::mutex> & lock);
     int32_t cause_of_wait(const op_state & op) const;
     void    start_copy();
-    moe_edge_ticket ahead_before(uint64_t bytes);
+    moe_edge_ticket ahead_in_flight();
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
     int32_t reserve_host(std::unique_lock<std::mutex> & lock);
@@ -344,13 +343,11 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
-    uint64_t                    most_ahead_bytes = 0;  // of copies under way that nobody waits for
     int32_t                     misses = MOE_EDGE_MISS_COPY;
     std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
     std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute
     moe_edge_queue              copies;                // loads that only need a copy, not enqueued yet
-    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead_copies;  // tickets, bytes: copies that nobody waits for
-    uint64_t                    ahead_copy_bytes = 0;  // sum of them
+    moe_edge_ticket             ahead_copy = 0;        // the latest prefetch copy
     std::condition_variable     copy_cv;               // the copy thread waits for copies
     std::thread                 copy_thread;
     std::vector<moe_edge_matrix *> all_matrices, down_matrices;

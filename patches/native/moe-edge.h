@@ -134,7 +134,7 @@ struct moe_edge_config {
                               // those kept for the next time; moe_edge_host_least_bytes() at least
     // For MOE_EDGE_MISS_AUTO: the speed of copies to the device (0: unknown), and the time that is lost
     // when the host and the device wait for each other once, including the time to wake the host's
-    // threads. copy_bytes_per_s also bounds how many prefetch copies are in flight.
+    // threads.
     double   copy_bytes_per_s;
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss: of layers with few tokens, on a device; others are copied
