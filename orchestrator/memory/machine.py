@@ -216,8 +216,8 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """Return how a GPU gets the experts that it lacks. For "auto" this measures the link, which takes
-    some tenths of a second.
+    """Return how a GPU gets the experts that it lacks. For "auto" this measures the link, which
+    takes some tenths of a second.
 
     Raises ConfigError for a GPU that does not answer.
     """
