@@ -119,9 +119,12 @@ def figures(case: Case, run: Result, n_layers: int) -> Result:
     """The counts of one case for each layer and decoded token."""
     row: Result = {"name": case.name}
     if "error" in run:
-        shares = {
-            name: found[name] / part["tokens"] / n_layers for name in FIGURES if name in found
-        }
+        return row | {"error": run["error"]}
+    (part,) = named(run, DECODE)
+    found = dict(part["counts"])
+    if "store" in part:
+        found |= {name: part["store"][key] for name, key in STORE.items()}
+    shares = {name: found[name] / part["tokens"] / n_layers for name in FIGURES if name in found}
     return row | {name: round(share, 3) for name, share in shares.items()}
 
 
