@@ -28,7 +28,7 @@ from orchestrator.settings import (
     setting,
 )
 
-MISSES = ("auto", "copy", "read", "compute")
+MISSES = ("auto", "copy", "compute")
 # llama.cpp takes 256 sequences, one of them the conversation.
 MOST_SEQUENCES = 255
 
@@ -296,8 +296,8 @@ class Config(Settings):
     )
     misses: str | None = setting(
         None,
-        "How a GPU gets experts that it lacks: auto, copy, read (in place, from the host's "
-        "memory) or compute (on the CPU).",
+        "How experts that the GPU lacks are served: copy (copied to the GPU), compute (computed "
+        "on the CPU), or auto (the faster way for each expert).",
         metavar="HOW",
         choices=MISSES,
         shown="auto",

@@ -28,7 +28,7 @@ REST = {
     ),
     "the emulated GPU: that it computes and keeps to its memory is in `make test`; shapes, lost "
     "cards and what the emulation notices are here": (
-        r"tests/native/cuda/test_(bench|fused|lost|near_host)\.py::.*\[emulated",
+        r"tests/native/cuda/test_(bench|counts|fused|lost|near_host)\.py::.*\[emulated",
         r"tests/native/cuda/test_strictness\.py",
         r"tests/native/cuda/test_kernels\.py::.*\[emulated",
         r"tests/native/cuda/test_engine\.py::test_(?!decodes|one_tier|vram).*\[emulated",

@@ -165,8 +165,7 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     if not copies.pinned:
         return "all are copied: host memory cannot be pinned"
     beside = 2 * copies.round_trip_us / 1e6  # of gate and up, and of down
-    read = copies.read / 2  # what is read in place is copied behind that
-    ways = {"copied": copies.pinned, "read in place": read, "computed here": copies.compute}
+    ways = {"copied": copies.pinned, "computed here": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
     times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
     here = took.pop("computed here", float("inf")) + beside

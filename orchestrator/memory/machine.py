@@ -217,19 +217,18 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """How a GPU gets the experts that it lacks. Measures its link, which takes some tenths of a
-    second: what is copied ahead is bounded by its speed, whatever becomes of misses.
+    """Return how a GPU gets the experts that it lacks. For "auto" this measures the link, which
+    takes some tenths of a second.
 
     Raises ConfigError for a GPU that does not answer.
     """
     if gpu is None:
         return Misses()
     mode, threads = config.misses or AUTO, config.n_threads
-    if gpu.index is None:  # main memory in the place of a GPU has no link to it
+    if gpu.index is None or mode != AUTO:  # main memory as a device has no link
         return Misses(mode, threads=threads)
     speeds = measure_device(bindings.library(), gpu.info, threads)
-    # Where pinning is refused there is no link that nobody waits for.
-    return Misses(mode, speeds.pinned, speeds.read, speeds.round_trip_us, threads)
+    return Misses(mode, speeds.pinned, speeds.round_trip_us, threads)
 
 
 def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:

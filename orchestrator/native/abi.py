@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 MAX_TIERS = 5
 MAX_AHEAD = 4
 N_KINDS = 4
@@ -17,6 +17,8 @@ EXACT_TIERS = 2
 SIMULATED = 4
 WHOLE_EXPERTS = 8
 RIGID = 16
+# What the thread that decodes waits for, in the order of enum moe_edge_wait.
+WAITS = ("disk", "host tier", "copy", "transition", "launch")
 # Statuses of llama_decode: a step that failed, and a context without cells for the batch.
 FAILED = -3
 NO_ROOM = 1
@@ -56,7 +58,7 @@ class CConfig(ctypes.Structure):
         ("groups", ctypes.POINTER(CGroup)),
         ("device", _POINTER),
         *fields_of(_U64, "budget_bytes host_bytes"),
-        *fields_of(_F64, "copy_bytes_per_s read_bytes_per_s round_trip_us"),
+        *fields_of(_F64, "copy_bytes_per_s round_trip_us"),
         *fields_of(
             _I32,
             "misses n_host_threads n_files n_layers n_groups n_tiers n_expert n_expert_used "
@@ -101,16 +103,18 @@ class CStats(ctypes.Structure):
         *fields_of(
             _U64 * 2,
             "requests hits demand_bytes prefetch_bytes wait_us host_hits copy_bytes "
-            "copy_wait_us in_place in_place_bytes host_computed callback_us callbacks",
+            "host_computed host_computed_bytes callback_us callbacks locks",
         ),
+        ("waits", _U64 * len(WAITS) * 2),
+        ("waited_ns", _U64 * len(WAITS) * 2),
         ("routed", _U64 * (MAX_TIERS + 1) * 2),
         ("computed", _U64 * MAX_TIERS * 2),
         *fields_of(
             _U64,
             "waves promotions evictions prefetch_used prefetch_wasted prefetch_cancelled "
             "slot_bytes_in_use slot_bytes_peak budget_bytes slot_bytes read_us "
-            "experts_promoted experts_demoted transitions_rejected transitions_failed "
-            "transition_bytes host_bytes",
+            "experts_promoted experts_demoted transitions_begun transitions_rejected "
+            "transitions_failed transition_bytes table_writes host_bytes",
         ),
         *fields_of(_I32, "direct_io host_pinned misses reserved"),
     ]
@@ -124,8 +128,7 @@ class CBandwidths(ctypes.Structure):
     _fields_ = [
         *fields_of(
             _F64,
-            "pinned_bytes_per_s pageable_bytes_per_s round_trip_us read_bytes_per_s "
-            "compute_bytes_per_s",
+            "pinned_bytes_per_s pageable_bytes_per_s round_trip_us compute_bytes_per_s",
         )
     ]
 
@@ -152,14 +155,14 @@ STRUCT_BYTES = {
     CSlices: 48,
     CGroup: 24,
     CLayer: 8 + N_KINDS * MAX_TIERS * 48,
-    CConfig: 128,
+    CConfig: 120,
     CEvent: 112,
     CStep: 64,
     CPrefetch: 8,
     CDecision: 32,
-    CStats: 536,
+    CStats: 696,
     CDeviceInfo: 144,
-    CBandwidths: 40,
+    CBandwidths: 32,
     CMemory: 48,
     CTouched: 64,
     CRoom: 88,
@@ -183,6 +186,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "moe_edge_device_buffer_type": (_POINTER, [_POINTER]),
     "moe_edge_device_measure": (_INT, [_POINTER, _U64, _I32, ctypes.POINTER(CBandwidths)]),
     "moe_edge_measure_product": (_INT, [*(_I32, _I64, _I64, _I32), *[ctypes.POINTER(_F64)] * 2]),
+    "moe_edge_in_turn": (None, [_I32]),
     "moe_edge_store_create": (_POINTER, [ctypes.POINTER(CConfig), _TEXT, _SIZE]),
     "moe_edge_store_free": (None, [_POINTER]),
     "moe_edge_store_limit": (_I64, [_POINTER, _U64, _TEXT, _SIZE]),

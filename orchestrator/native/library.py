@@ -78,15 +78,16 @@ class DeviceInfo(NamedTuple):
 
 
 class Bandwidths(NamedTuple):
-    """From the host's memory into the device's, in bytes per second, pinned 0 where the driver
-    does not pin memory; how long the smallest copy takes to be seen by the host, in microseconds.
-    In bytes of weights per second: what kernels read from pinned memory where it is, 0 where they
-    cannot, and what the host computes with one token, in Q4_K."""
+    """Measured speeds of a device and its host.
+
+    pinned, pageable: copies from host memory to the device, in bytes per second; pinned is 0 if the
+    driver does not pin memory. round_trip_us: the time until the host sees that the smallest copy
+    is complete. compute: bytes of Q4_K weights per second that the host multiplies with one
+    token."""
 
     pinned: float
     pageable: float
     round_trip_us: float
-    read: float
     compute: float
 
 

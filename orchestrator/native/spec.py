@@ -39,19 +39,19 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """How a store on a device serves what the device lacks, where a layer has few tokens: "copy",
-    "read", "compute" or "auto". For auto, the bytes of weights that copies and kernels' reads take
-    in a second, 0 where that cannot be had, and the microseconds that it takes the host and the
-    device to wait for each other. What the host takes to compute stands in Slices. threads: of the
-    host, that compute."""
+    """How a store on a device serves experts that the device lacks, if a layer has few tokens.
+
+    mode: "copy", "compute" or "auto". copy: the speed of copies to the device in bytes per second,
+    0 if it is unknown. round_trip_us: the time that is lost when the host and the device wait for
+    each other once. threads: how many threads of the host compute. Slices.compute_us has the time
+    that the host needs for one expert."""
 
     mode: str = "copy"
     copy: float = 0.0
-    read: float = 0.0
     round_trip_us: float = 0.0
     threads: int = 1
 
-    MODES: ClassVar = ("copy", "read", "compute", "auto")  # by number
+    MODES: ClassVar = ("copy", "compute", "auto")  # in the order of enum moe_edge_miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,6 @@ def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
         layers=layers,
         groups=groups,
         copy_bytes_per_s=spec.misses.copy,
-        read_bytes_per_s=spec.misses.read,
         round_trip_us=spec.misses.round_trip_us,
         misses=Misses.MODES.index(spec.misses.mode),
         n_host_threads=spec.misses.threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter_ns
@@ -346,7 +347,7 @@ class Store(Closing):
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
     def misses(self) -> str:
-        """How misses are served: what was asked for, or "copy" where that cannot be had."""
+        """How misses are served: the configured way, or "copy" if that is not possible."""
         return str(Misses.MODES[self.stats().misses])
 
     def limit(self, n_bytes: int) -> int:
@@ -422,6 +423,20 @@ class Store(Closing):
             reason = self.library.error(self.handle)
             raise NativeError(_text(reason) if reason else "the experts could not be loaded")
         return int(loaded)
+
+    def warm_host(self) -> None:
+        """Read every expert in every precision into the host memory behind a device, best precision
+        last, as far as that memory goes. Experts in the device's slots stay there. Call it between
+        two steps; it blocks until the reads are done."""
+        spec = self.spec
+        for tier in reversed(range(spec.n_tiers)):
+            for layer in range(len(spec.layers)):
+                experts = [(layer, e, tier, 0, 1) for e in range(spec.n_expert)]
+                items = (CPrefetch * spec.n_expert)(*(CPrefetch(*each) for each in experts))
+                self.library.prefetch(self.handle, items, spec.n_expert)
+                while self.library.store_loading(self.handle):
+                    interrupts.check()
+                    time.sleep(1e-3)
 
     def bring(self, layer: int, expert: int, tier: int) -> bool | None:
         """Loads one expert into slots that are free, as far as there are; from any thread, between

@@ -30,10 +30,7 @@ moe_edge_load moe_edge_load::ahead(int8_t tier, moe_edge_purpose purpose, int32_
     return load;
 }
 
-moe_edge_load moe_edge_load::in_place_of_slot(int8_t tier, moe_edge_purpose purpose) {
-    require(purpose == purpose::READ || purpose == purpose::COMPUTE, "only what is used in place needs no slot");
-    return { tier, purpose, 0 };
-}
+moe_edge_load moe_edge_load::in_place_of_slot(int8_t tier) { return { tier, purpose::COMPUTE, 0 }; }
 
 void moe_edge_load::reads_parts(int32_t parts) {
     require(at == stage::QUEUED && left == 0 && parts > 0, "a load begins twice");

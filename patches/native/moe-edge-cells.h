@@ -29,8 +29,7 @@ enum class moe_edge_purpose : uint8_t {
     AHEAD,       // a prefetch
     AFTER_USE,   // it was used in place, and comes to a slot for the next time
     TRANSITION,  // it is published at a step boundary, with the other matrices of its expert
-    READ,        // in place, by the device
-    COMPUTE,     // in place, by threads of the host
+    COMPUTE,     // in place: threads of the host compute it in the host tier
 };
 
 enum class moe_edge_stage : uint8_t { QUEUED, READING, FOUND, FETCHED, COPIED };
@@ -49,8 +48,8 @@ class moe_edge_load {
     static moe_edge_load into_slot(int8_t tier, moe_edge_purpose purpose, int32_t order, int32_t slot);
     // A prefetch, which takes its slot later.
     static moe_edge_load ahead(int8_t tier, moe_edge_purpose purpose, int32_t order, const moe_edge_claim & claim);
-    // For the step, without a slot.
-    static moe_edge_load in_place_of_slot(int8_t tier, moe_edge_purpose purpose);
+    // For the step, without a slot: threads of the host compute it.
+    static moe_edge_load in_place_of_slot(int8_t tier);
 
     // Where its bytes come from, once, before it is queued: from disk in so many parts, or from this slot of the host tier.
     void reads_parts(int32_t parts);
@@ -67,10 +66,9 @@ class moe_edge_load {
 
     bool ahead() const { return why == moe_edge_purpose::AHEAD || why == moe_edge_purpose::AFTER_USE; }
     bool in_transition() const { return why == moe_edge_purpose::TRANSITION; }
-    bool in_place() const { return why >= moe_edge_purpose::READ; }
+    bool in_place() const { return why == moe_edge_purpose::COMPUTE; }
     // Neither ahead nor a transition: it is read and copied before those.
     bool awaited() const { return !ahead() && !in_transition(); }
-    int32_t place() const { return why == moe_edge_purpose::READ ? MOE_EDGE_MISS_READ : MOE_EDGE_MISS_COMPUTE; }  // if in_place
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
     bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }  // has no slot yet and needs one; a load in place never does
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }

@@ -46,20 +46,6 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-__device__ int unwanted;
-
-// n: of 16 bytes. A sum that may be wanted keeps the reads from being left out.
-__global__ void read_all(const int4 * from, const int64_t n) {
-    int sum = 0;
-    for (int64_t i = (int64_t) blockIdx.x*blockDim.x + threadIdx.x; i < n; i += (int64_t) gridDim.x*blockDim.x) {
-        const int4 words = from[i];
-        sum += words.x ^ words.y ^ words.z ^ words.w;
-    }
-    if (sum == INT32_MIN) {
-        unwanted = sum;
-    }
-}
-
 // Of its lane; ticket_of puts the lane into the top byte.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
@@ -241,16 +227,6 @@ void moe_edge_cuda_device::release_host(char * memory) {
         }
     }
     munmap(memory, bytes);
-}
-
-bool moe_edge_cuda_device::read(const void * from, uint64_t bytes) {
-    constexpr int BLOCKS = 1024, THREADS = 256;
-    if (!start() || !reads_in_place(is_pinned(from, bytes))) {
-        return false;
-    }
-    const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;
-    read_all<<<BLOCKS, THREADS, 0, stream>>>(static_cast<const int4 *>(from), bytes / sizeof(int4));
-    return check(cudaGetLastError(), "it cannot read host memory") && check(cudaStreamSynchronize(stream), "it cannot read host memory");
 }
 
 moe_edge_cuda_exchange & moe_edge_cuda_device::exchange_of(uint64_t bytes) {

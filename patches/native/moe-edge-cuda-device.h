@@ -74,8 +74,6 @@ class moe_edge_cuda_device : public moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
     void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) override;
-    bool read(const void * from, uint64_t bytes) override;
-    bool reads_in_place(bool pinned) const override { return pinned && reads_host; }
     bool counts_routing() const override { return true; }
     bool computes(int32_t type) const override;
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
@@ -97,6 +95,9 @@ class moe_edge_cuda_device : public moe_edge_device {
     moe_edge_ticket record(cudaStream_t stream);
     // What is launched on this stream from now on runs after the ticket has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
+
+    // Whether kernels can read pinned memory of alloc_host at the host's own address.
+    bool same_address() const { return reads_host; }
 
     // With at least so many bytes; the caller holds its mutex. Null memory: there is none.
     moe_edge_cuda_exchange & exchange_of(uint64_t bytes);

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int      REMAP_THREADS = 128;
 constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to here, a warp for each number of the result
-constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are under way are computed in such portions
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // in prompts, experts whose copies are in flight are computed in such portions
 constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
 
 // ---- kernels
@@ -58,11 +58,19 @@ static __device__ __forceinline__ void write_ids(const routed_ids routed, const 
     }
 }
 
+// Units of the gates of a list's experts. With the list they stay below the 4 KiB of arguments that every driver takes.
+struct gate_units {
+    int32_t unit[MOE_EDGE_LAUNCH_EXPERTS];
+};
+
+static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
+
 // Experts that are not in the list belong to another launch: -1 everywhere.
 // units: [list.n] the list's, for kernels that read them from memory
 // counts: null, or [n_expert] of routed tokens
-__global__ void remap_list(const moe_edge_launch_list list, const routed_ids routed, int32_t * out,
-                           int32_t * units, const result_rows dst, uint32_t * counts) {
+// gate_out: null, or the ids of the gates, which are fused in
+__global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
+                           int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;
     if (threadIdx.x == 0) {
         found = -1;
@@ -86,18 +94,27 @@ __global__ void remap_list(const moe_edge_launch_list list, const routed_ids rou
     const bool indexed = list.indexed >> own & 1;
     write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : list.unit[at],
               at >= list.first[list.n_classes], out, dst);
+    if (gate_out) {
+        write_ids(routed, list.n_classes, at < 0 ? -1 : own, at < 0 ? -1 : indexed ? at - list.first[own] : gate.unit[at],
+                  false, gate_out, result_rows{});
+    }
     if (counts && at >= 0 && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
     }
 }
 
-// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert.
-__global__ void remap_table(const int32_t * table, const int n_expert, const int n_tiers, const uint32_t indexed,
-                            const routed_ids routed, int32_t * out, const result_rows dst, uint32_t * counts) {
+// The same from a table in memory, see moe_edge_plan_table; a class is a tier, its index the expert. gate_table: null, or
+// that of the gates, which has the same tiers.
+__global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
+                            const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
+                            const result_rows dst, uint32_t * counts) {
     const int32_t id   = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
     const int32_t tier = table[id];
     const bool by_index = tier >= 0 && (indexed >> tier & 1);
     write_ids(routed, n_tiers, tier, by_index ? id : table[n_expert + id], tier < 0, out, dst);
+    if (gate_table) {
+        write_ids(routed, n_tiers, tier, by_index ? id : gate_table[n_expert + id], false, gate_out, result_rows{});
+    }
     if (counts && threadIdx.x == 0) {
         atomicAdd(counts + id, 1u);
     }
@@ -212,6 +229,27 @@ __global__ void float_tiles(const float_product p, const int32_t * units, const 
 
 enum class path { vec_q, mat_q, floats };
 
+// Measures how long this thread takes to launch the kernels of an op, without the waits in between. Ops do not nest.
+class launch_time {
+  public:
+    explicit launch_time(moe_edge_matrix * m) : m(m), began(now_ns()) { waited = 0; }
+    ~launch_time() { m->ops->waited(m, MOE_EDGE_WAIT_LAUNCH, now_ns() - began - waited); }
+
+    // Does something else than launching, and returns how long that took.
+    template <typename F> static uint64_t leave_out(F && work) {
+        const uint64_t t0 = now_ns();
+        work();
+        const uint64_t took = now_ns() - t0;
+        waited += took;
+        return took;
+    }
+
+  private:
+    static inline thread_local uint64_t waited = 0;
+    moe_edge_matrix * const m;
+    const uint64_t          began;
+};
+
 // A launch for one class: which experts, and where each routed row finds its own.
 struct class_launch {
     path            how;
@@ -265,6 +303,8 @@ class product {
 
     const moe_edge_cuda_table * table() const { return usable_table(*m); }
 
+    moe_edge_matrix * matrix() const { return m; }
+
     static const moe_edge_cuda_table * usable_table(const moe_edge_matrix & m) {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(m);
         return t && t->usable && m.ops->fixed(const_cast<moe_edge_matrix *>(&m)) ? t : nullptr;
@@ -295,7 +335,8 @@ class product {
     bool next() {
         const size_t had = ready.size();
         ready.resize(had + remaining);
-        const int32_t n = m->ops->next(m, ready.data() + had);
+        int32_t n = 0;
+        launch_time::leave_out([&] { n = m->ops->next(m, ready.data() + had); });
         ready.resize(had + std::max(n, 0));
         remaining -= std::max(n, 0);
         return n >= 0;
@@ -348,7 +389,7 @@ class product {
             }
             order(ups);
             order(gates);
-            launch(std::move(items), false, true);
+            launch(std::move(items), true);
             const moe_edge_ticket after = device->record(stream);
             release(ups, after);
             gate.release(gates, after);
@@ -373,7 +414,8 @@ class product {
             last.experts.resize(n_slots*n_tokens);
             CUDA_CHECK(cudaMemcpy2DAsync(last.experts.data(), n_slots*sizeof(int32_t), ids->data, ids->nb[1],
                                          n_slots*sizeof(int32_t), n_tokens, cudaMemcpyDeviceToHost, stream));
-            CUDA_CHECK(cudaStreamSynchronize(stream));
+            const uint64_t took = launch_time::leave_out([&] { CUDA_CHECK(cudaStreamSynchronize(stream)); });
+            m->ops->waited(m, MOE_EDGE_WAIT_COPY, took);
             std::sort(last.experts.begin(), last.experts.end());
             last.experts.erase(std::unique(last.experts.begin(), last.experts.end()), last.experts.end());
             last.kinds = 0;
@@ -401,11 +443,8 @@ class product {
         ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), n_tiers*n_ids);
         ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), gate ? n_tiers*n_ids : 1);
         remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
-            t.entries, w->ne[2], n_tiers, indexed, routed(), remapped.get(), result(), t.counts);
-        if (gate) {
-            remap_table<<<n_ids, REMAP_THREADS, 0, stream>>>(
-                gate->table()->entries, w->ne[2], n_tiers, indexed, routed(), gate_remapped.get(), result_rows{}, nullptr);
-        }
+            t.entries, gate ? gate->table()->entries : nullptr, w->ne[2], n_tiers, indexed, routed(), remapped.get(),
+            gate_remapped.get(), result(), t.counts);
         CUDA_CHECK(cudaGetLastError());
         for (int32_t tier = 0; tier < n_tiers; tier++) {
             if (m->base[tier]) {
@@ -471,7 +510,8 @@ class product {
         const exchanged at(products);
         const moe_edge_ticket there = products[0]->fetch(at);
         run_kernels();
-        device.wait_awake(there);
+        moe_edge_matrix * m = products[0]->m;
+        m->ops->waited(m, MOE_EDGE_WAIT_COPY, launch_time::leave_out([&] { device.wait_awake(there); }));
         products[0]->compute_hosted(products, hosted, at, began_us);
     }
 
@@ -541,7 +581,7 @@ class product {
                 }
             }
         }
-        m->ops->multiply(m, work, began_us);
+        launch_time::leave_out([&] { m->ops->multiply(m, work, began_us); });
         for (size_t i = 0; i < products.size(); i++) {
             products[i]->place(at, i, n_rows[i]);
             products[i]->release(hosted[i], 0);
@@ -558,7 +598,7 @@ class product {
         const size_t n = n_rows*dst->ne[0];
         ggml_cuda_pool_alloc<float>   copied_rows(ctx.pool());
         ggml_cuda_pool_alloc<int32_t> copied_where(ctx.pool());
-        if (!device->reads_in_place(device->exchange.pinned)) {
+        if (!device->exchange.pinned || !device->same_address()) {
             CUDA_CHECK(cudaMemcpyAsync(copied_rows.alloc(n), rows, n*sizeof(float), cudaMemcpyHostToDevice, stream));
             CUDA_CHECK(cudaMemcpyAsync(copied_where.alloc(n_rows), where, n_rows*sizeof(int32_t), cudaMemcpyHostToDevice, stream));
             rows  = copied_rows.get();
@@ -568,28 +608,26 @@ class product {
         CUDA_CHECK(cudaGetLastError());
     }
 
-    // What is in memory goes first, then what is read from the host's, which takes longer; the rest
-    // in portions, in the order of their copies.
+    // Computes the experts that are on the device first, then those whose copies are in flight, in portions and in
+    // the order of their copies.
     void run_kernels() {
         std::vector<moe_edge_ready> list;
         list.swap(ready);
-        const auto in_place = std::stable_partition(list.begin(), list.end(), [&](const moe_edge_ready & r) {
-            return r.place == MOE_EDGE_MISS_COPY && device->passed(r.ticket);
-        });
-        const auto there = std::stable_partition(in_place, list.end(), [](const moe_edge_ready & r) {
-            return r.place == MOE_EDGE_MISS_READ;
+        const auto there = std::stable_partition(list.begin(), list.end(), [&](const moe_edge_ready & r) {
+            return device->passed(r.ticket);
         });
         std::stable_sort(there, list.end(), [](const moe_edge_ready & a, const moe_edge_ready & b) {
             return a.ticket < b.ticket;
         });
-        run_wave({ list.begin(), in_place });
-        run_wave({ in_place, there });
+        run_wave({ list.begin(), there });
+        // With few tokens a kernel takes far less time than the copies that it waits for: one wave for all of them.
+        const uint64_t most = n_tokens <= VEC_TOKENS ? UINT64_MAX : WAVE_BYTES;
         std::vector<moe_edge_ready> wave;
         uint64_t bytes = 0;
         for (auto r = there; r != list.end(); ++r) {
             wave.push_back(*r);
             bytes += w->ne[1]*ggml_row_size((ggml_type) r->type, w->ne[0]);
-            if (bytes >= WAVE_BYTES || r + 1 == list.end()) {
+            if (bytes >= most || r + 1 == list.end()) {
                 run_wave(wave);
                 wave.clear();
                 bytes = 0;
@@ -606,35 +644,28 @@ class product {
         for (const moe_edge_ready & r : wave) {
             items.push_back({ r.expert, r.type, static_cast<const char *>(r.data) });
         }
-        launch(std::move(items), wave[0].place == MOE_EDGE_MISS_READ, false);
+        launch(std::move(items), false);
         release(wave, device->record(stream));
     }
 
-    // in_place: nothing is known of what lies behind an expert there, and only mat_q reads on.
-    path path_of(int32_t type, bool in_place) const {
-        const path p = path_of(type);
-        return in_place && p == path::mat_q ? path::vec_q : p;
-    }
-
-    void launch(std::vector<moe_edge_launch_item> items, bool in_place, bool fused) {
+    void launch(std::vector<moe_edge_launch_item> items, bool fused) {
         for (moe_edge_launch & l : moe_edge_plan_launches(std::move(items))) {
             const int32_t n_classes = l.list.n_classes;
             for (int32_t c = 0; c < n_classes; c++) {
-                l.list.indexed |= (uint32_t) by_index(path_of(l.classes[c].type, in_place)) << c;
+                l.list.indexed |= (uint32_t) by_index(path_of(l.classes[c].type)) << c;
             }
             const int64_t n_ids = n_slots*n_tokens;
             ggml_cuda_pool_alloc<int32_t> remapped(ctx.pool(), std::max<int64_t>(n_classes*n_ids, 1));
             ggml_cuda_pool_alloc<int32_t> units(ctx.pool(), MOE_EDGE_LAUNCH_EXPERTS);
             ggml_cuda_pool_alloc<int32_t> gate_remapped(ctx.pool(), fused ? std::max<int64_t>(n_classes*n_ids, 1) : 1);
-            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, routed(), remapped.get(), units.get(), result(), counts());
-            if (fused) {
-                remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(
-                    l.gate, routed(), gate_remapped.get(), units.get(), result_rows{}, nullptr);
-            }
+            gate_units gates;
+            std::copy_n(l.gate.unit, MOE_EDGE_LAUNCH_EXPERTS, gates.unit);
+            remap_list<<<n_ids, REMAP_THREADS, 0, stream>>>(l.list, gates, routed(), remapped.get(),
+                fused ? gate_remapped.get() : nullptr, units.get(), result(), counts());
             CUDA_CHECK(cudaGetLastError());
             for (int32_t i = 0; i < n_classes; i++) {
                 const moe_edge_launch_class & k = l.classes[i];
-                class_launch c = { path_of(k.type, in_place), k.type, k.base, k.n, remapped.get() + i*n_ids, units.get() + k.first };
+                class_launch c = { path_of(k.type), k.type, k.base, k.n, remapped.get() + i*n_ids, units.get() + k.first };
                 if (fused) {
                     c.gate     = k.gate;
                     c.gate_ids = gate_remapped.get() + i*n_ids;
@@ -684,7 +715,7 @@ class product {
     // taken from the pool, which wants its memory back in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
-            return path_of(t, n_tokens <= MOE_EDGE_IN_PLACE_TOKENS) == path::vec_q;
+            return path_of(t) == path::vec_q;
         });
         if (!wanted) {
             return;
@@ -836,6 +867,7 @@ void moe_edge_cuda_mul_mat_id(ggml_backend_cuda_context & ctx, ggml_tensor * dst
         p.run_table(*table);
         return;
     }
+    const launch_time time(p.matrix());
     p.begin();
     product::run_waves({ &p });
 }
@@ -853,6 +885,7 @@ int moe_edge_cuda_gate_up(ggml_backend_cuda_context & ctx, ggml_tensor * gate, g
         ups.run_table_fused(*ups.table(), gates, glu);
         return 3;
     }
+    const launch_time time(ups.matrix());
     gates.begin();
     ups.begin();
     if (gates.next() && gates.complete() && ups.next() && ups.complete() && ups.run_fused(gates, glu)) {

@@ -70,16 +70,6 @@ struct moe_edge_device {
         (void) pieces;
     }
 
-    // Whether kernels can read host memory of alloc_host where it is.
-    virtual bool reads_in_place(bool pinned) const { return pinned; }
-
-    // Has kernels read all of it there, and blocks until they have: to measure that. False where they cannot.
-    virtual bool read(const void * from, uint64_t bytes) {
-        (void) from;
-        (void) bytes;
-        return false;
-    }
-
     // Whether the executor has kernels for weights of this enum ggml_type.
     virtual bool computes(int32_t type) const {
         (void) type;

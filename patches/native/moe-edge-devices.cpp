@@ -214,13 +214,11 @@ int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, mo
         const double locked = copy_seconds(d, to, page_locked, bytes);
         const double plain  = copy_seconds(d, to, pageable.get(), bytes);
         const double few    = copy_seconds(d, to, page_locked, 64);
-        const double read   = pinned ? best_seconds([&] { return d.read(page_locked, bytes); }) : INFINITY;
         ok = std::isfinite(locked + plain + few) && d.error().empty();
         if (ok) {
             out->pinned_bytes_per_s   = pinned ? bytes / locked : 0.0;
             out->pageable_bytes_per_s = bytes / plain;
             out->round_trip_us        = few * 1e6;
-            out->read_bytes_per_s     = bytes / read;
             out->compute_bytes_per_s  = bytes / compute_seconds(page_locked, bytes, n_threads);
         }
     }

@@ -31,7 +31,6 @@ struct moe_edge_host_device : moe_edge_device {
     char * alloc_host(uint64_t bytes, bool * pinned) override;
     void   release_host(char * memory) override;
     moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) override;
-    bool reads_in_place(bool) const override { return true; }
     bool passed(moe_edge_ticket ticket) override;
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;

@@ -60,9 +60,6 @@ class moe_edge_host_tier {
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }
     bool    has(int32_t slice) const { return slot_of[slice] >= 0; }
 
-    // In the place of a lane in feeds(): the device reads the slot itself.
-    static constexpr int32_t READERS = MOE_EDGE_N_LANES;
-
     std::string check() const;  // empty, or the invariant that does not hold
 
   private:
@@ -74,7 +71,7 @@ class moe_edge_host_tier {
         bool    complete = false;  // and in the class's list
         int32_t newer    = -1;
         int32_t older    = -1;
-        moe_edge_ticket copies[MOE_EDGE_N_LANES + 1] = {};  // the latest from it, by lane; READERS
+        moe_edge_ticket copies[MOE_EDGE_N_LANES] = {};  // the latest copy from this slot, by lane
     };
     struct list {
         std::vector<int32_t> free;

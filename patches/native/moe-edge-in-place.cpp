@@ -1,4 +1,4 @@
-// Misses that are not copied: used from the host tier by the op that needs them, in place of a slot.
+// Misses that are not copied: threads of the host compute them from the host tier, and they take no slot.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -11,15 +11,11 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
         config.n_host_threads > 1024) {
         refuse("store: there is no way %d of serving misses with %d threads", config.misses, config.n_host_threads);
     }
-    const auto cost = [](double bytes_per_s) { return bytes_per_s > 0.0 ? 1.0 / bytes_per_s : INFINITY; };
-    const bool readable = device->reads_in_place(host->is_pinned());
-    copy_s_per_byte = cost(config.copy_bytes_per_s);
-    read_s_per_byte = readable ? cost(config.read_bytes_per_s) : INFINITY;
+    copy_s_per_byte = config.copy_bytes_per_s > 0.0 ? 1.0 / config.copy_bytes_per_s : INFINITY;
     round_trip_s    = config.round_trip_us * 1e-6;
 
     misses = config.misses;
-    if ((misses == MOE_EDGE_MISS_READ && !readable) ||
-        (misses == MOE_EDGE_MISS_AUTO && std::isinf(copy_s_per_byte))) {
+    if (misses == MOE_EDGE_MISS_AUTO && std::isinf(copy_s_per_byte)) {
         misses = MOE_EDGE_MISS_COPY;
     }
     if (misses == MOE_EDGE_MISS_COMPUTE || misses == MOE_EDGE_MISS_AUTO || split) {
@@ -69,9 +65,8 @@ void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, ui
     }
 }
 
-// For ask(). MOE_EDGE_MISS_AUTO: the link to the device and the host's threads share the experts,
-// each in turn going to whichever is done with it first. What is read in place goes over the link once more
-// behind that, to a slot.
+// Chooses for ask() how each missing expert is served. With MOE_EDGE_MISS_AUTO the link to the device and the
+// host's threads share the experts: each expert in turn goes to the one that would finish it first.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
@@ -92,30 +87,28 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
             continue;
         }
         const double computed = threads + compute_seconds(layer, kind, experts[i]);
-        const double done[MOE_EDGE_MISS_AUTO] = {  // by enum moe_edge_miss
-            link + bytes * copy_s_per_byte, link + 2.0 * bytes * read_s_per_byte, slower * computed,
-        };
-        place = std::min_element(std::begin(done), std::end(done)) - done;
-        if (place == MOE_EDGE_MISS_COMPUTE) {
+        const double copied = link + bytes * copy_s_per_byte;
+        if (slower * computed < copied) {
+            place   = MOE_EDGE_MISS_COMPUTE;
             threads = computed;
             hosted  = true;
         } else {
-            link = done[place];
+            place = MOE_EDGE_MISS_COPY;
+            link  = copied;
         }
     }
     hosted_expected_s += hosted ? threads : 0.0;
 }
 
-// Serves a request of this step without a slot, where its expert is to be used in place and the
-// host tier can spare the room.
+// Serves a request of this step without a slot if the host is to compute its expert and the host tier
+// can spare a slot for that. Returns whether it does.
 bool moe_edge_store::try_in_place(int32_t cell) {
     const auto & c = cells[cell];
     const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
     if (place == MOE_EDGE_MISS_COPY || !staged(cell, c.want()) || !host->lend(host_class(cell, c.want()))) {
         return false;
     }
-    const auto purpose = place == MOE_EDGE_MISS_READ ? moe_edge_purpose::READ : moe_edge_purpose::COMPUTE;
-    start_load(cell, moe_edge_load::in_place_of_slot(c.want(), purpose));
+    start_load(cell, moe_edge_load::in_place_of_slot(c.want()));
     stats.host_hits[phase] += c.load()->in_host_tier();
     return true;
 }
@@ -123,15 +116,15 @@ bool moe_edge_store::try_in_place(int32_t cell) {
 void moe_edge_store::use_in_place(int32_t cell, moe_edge_ready * out) {
     const auto & load = *cells[cell].load();
     const auto & s    = slice_of(cell, load.tier());
-    *out = { host->data(load.host_slot()) + offset_in_block(cell, load.tier()), expert_of(cell), s.type, 0, load.place() };
+    *out = { host->data(load.host_slot()) + offset_in_block(cell, load.tier()), expert_of(cell), s.type, 0,
+        MOE_EDGE_MISS_COMPUTE };
     stats.computed[phase][load.tier()]++;
-    count_in_place(s, load.place());
+    count_in_place(s);
 }
 
-void moe_edge_store::count_in_place(const moe_edge_slices & s, int32_t place) {
-    stats.in_place[phase]++;
-    stats.in_place_bytes[phase] += s.expert_bytes;
-    stats.host_computed[phase] += place == MOE_EDGE_MISS_COMPUTE;
+void moe_edge_store::count_in_place(const moe_edge_slices & s) {
+    stats.host_computed[phase]++;
+    stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
 // An expert that was used in place comes to slots behind that, as if it was read ahead, unless

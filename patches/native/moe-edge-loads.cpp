@@ -88,6 +88,7 @@ void moe_edge_store::set_entry(int32_t cell, const moe_edge_entry & entry) {
     m.table[expert_of(cell)] = entry;
     m.version++;
     table_changes++;
+    stats.table_writes++;
 }
 
 void moe_edge_store::point_to_slot(int32_t cell) {
@@ -260,7 +261,7 @@ void moe_edge_store::settle(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
     if (staged(cell, load.tier()) && !load.copied() && load.good() && !load.in_place()) {
-        if (!load.awaited() && !load.in_host_tier() && ahead_before(slice_of(cell, load.tier()).expert_bytes) != 0) {
+        if (!load.awaited() && !load.in_host_tier() && ahead_in_flight() != 0) {
             // as one that the host tier had: the copy thread takes it in its turn
             load.fetched();
             enqueue(cell);
@@ -431,7 +432,11 @@ uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) 
     uint64_t took_us = 0;
     if (!reads.simulated()) {
         const uint64_t t0 = now_us();
-        done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        if (in_turn) {
+            work_in_turn(lock);
+        } else {
+            done_cv.wait_for(lock, std::chrono::milliseconds(ms));
+        }
         return now_us() - t0;
     }
     if (!reads.simulate_next(took_us)) {

@@ -27,8 +27,10 @@ void ops_multiply(moe_edge_matrix * m, const std::vector<moe_edge_product> & pro
     m->store->multiply(products, began_us);
 }
 
+void ops_waited(moe_edge_matrix * m, int32_t cause, uint64_t ns) { m->store->waited(cause, ns); }
+
 const moe_edge_ops STORE_OPS = {
-    ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply,
+    ops_begin, ops_next, ops_release, ops_wait, ops_fixed, ops_unwatched, ops_routed, ops_multiply, ops_waited,
 };
 
 }  // namespace
@@ -56,7 +58,8 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
     : n_layers(config.n_layers), n_expert(config.n_expert), n_expert_used(config.n_expert_used),
       n_tiers(config.n_tiers), max_tokens(config.max_tokens), n_ahead(config.n_ahead),
       importance_window(config.importance_window), exact_tiers((config.flags & MOE_EDGE_EXACT_TIERS) != 0),
-      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0) {
+      whole_experts((config.flags & MOE_EDGE_WHOLE_EXPERTS) != 0), rigid((config.flags & MOE_EDGE_RIGID) != 0),
+      in_turn(moe_edge_is_in_turn()) {
     if (n_layers < 1 || n_expert < 1 || n_expert > 65535 || n_expert_used < 1 || n_expert_used > n_expert ||
         n_tiers < 1 || n_tiers > MOE_EDGE_MAX_TIERS || max_tokens < 1 || config.n_files < 1 || config.n_groups < 1 ||
         n_ahead < 0 || n_ahead > MOE_EDGE_MAX_AHEAD || importance_window < -1 || config.n_io_threads < 1 || config.n_io_threads > 64) {
@@ -135,7 +138,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
                 stats.direct_io = stats.direct_io && reads.files.direct();
             }
         }
-        reads.start(config.n_io_threads, (config.flags & MOE_EDGE_SIMULATED) != 0);
+        reads.start(in_turn ? 0 : config.n_io_threads, (config.flags & MOE_EDGE_SIMULATED) != 0);
     } catch (...) {
         close_all();
         throw;

@@ -169,23 +169,27 @@ void moe_edge_reads::loop() {
                 continue;
             }
         }
-        moe_edge_read read;
-        if (!whose.begin_read(&lock, read)) {
-            continue;
-        }
-
-        lock.unlock();
-        const uint64_t t0 = now_us();
-        const std::string why = files.read_part(*read.slices, read.expert, read.slot, read.part, read.parts);
-        const uint64_t t1 = now_us();
-        const uint32_t crc = read.checks && why.empty()
-            ? moe_edge_files::part_crc(*read.slices, read.expert, read.slot, read.part, read.parts) : 0;
-        lock.lock();
-
-        whose.end_read(&lock, read, why, t1 - t0, crc);
-        transiting &= !read.background;
-        whose.wake();
+        read_one(lock);
     }
+}
+
+bool moe_edge_reads::read_one(std::unique_lock<std::mutex> & lock) {
+    moe_edge_read read;
+    if (queue.empty() || !whose.begin_read(&lock, read)) {
+        return false;
+    }
+    lock.unlock();
+    const uint64_t t0 = now_us();
+    const std::string why = files.read_part(*read.slices, read.expert, read.slot, read.part, read.parts);
+    const uint64_t t1 = now_us();
+    const uint32_t crc = read.checks && why.empty()
+        ? moe_edge_files::part_crc(*read.slices, read.expert, read.slot, read.part, read.parts) : 0;
+    lock.lock();
+
+    whose.end_read(&lock, read, why, t1 - t0, crc);
+    transiting &= !read.background;
+    whose.wake();
+    return true;
 }
 
 void moe_edge_reads::began(const moe_edge_read & read) {

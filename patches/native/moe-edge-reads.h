@@ -139,7 +139,8 @@ class moe_edge_reads {
     moe_edge_reads(const moe_edge_reads &) = delete;
     moe_edge_reads & operator=(const moe_edge_reads &) = delete;
 
-    void start(int32_t n_threads, bool simulated);
+    void start(int32_t n_threads, bool simulated);  // without threads, the owner calls read_one()
+    bool read_one(std::unique_lock<std::mutex> & lock);  // reads the most urgent part; false if none could begin
     void stop();  // without the mutex
 
     moe_edge_files files;

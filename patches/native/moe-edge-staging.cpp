@@ -1,8 +1,8 @@
 // A store on a device: from the files into the host tier, from there to the device.
 //
 // Who asks for a slice that the host tier has, enqueues the copy itself. Copies that nobody
-// waits for yet are enqueued by a thread of their own, a few at a time, so that a demand copy
-// has few of them before it and a stale one can be taken back.
+// waits for yet are enqueued by a thread of their own, one at a time, so that a demand copy
+// has at most one of them before it and a stale one can be taken back.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -11,11 +11,6 @@
 #include <map>
 
 namespace {
-
-// Copies to a device have no priorities: a demand copy waits for those that are under way. So that is bounded
-// by time, and in bytes where the link's speed is not known. One copy always goes.
-constexpr double   AHEAD_COPY_S     = 0.5e-3;
-constexpr uint64_t AHEAD_COPY_BYTES = 8 << 20;
 
 std::vector<moe_edge_host_tier::size_class> host_classes(const moe_edge_config & config, std::vector<int32_t> * class_of) {
     std::map<uint64_t, moe_edge_host_tier::size_class> by_size;
@@ -73,9 +68,10 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
         }
         down_matrices.push_back(&of_layer[MOE_EDGE_DOWN]);
     }
-    most_ahead_bytes = config.copy_bytes_per_s > 0.0 ? (uint64_t) (config.copy_bytes_per_s * AHEAD_COPY_S) : AHEAD_COPY_BYTES;
     open_in_place(config);
-    copy_thread = std::thread([this] { copy_loop(); });
+    if (!in_turn) {
+        copy_thread = std::thread([this] { copy_loop(); });
+    }
 }
 
 // The most urgent of the loads whose bytes the host tier has.
@@ -106,9 +102,9 @@ void moe_edge_store::copy_loop() {
         const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;  // else its read was
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
-        } else if (const moe_edge_ticket oldest = ahead_before(slice_of(cell, load.tier()).expert_bytes); oldest != 0) {
+        } else if (const moe_edge_ticket before = ahead_in_flight(); before != 0) {
             lock.unlock();
-            device->wait(oldest);
+            device->wait(before);
             lock.lock();
         } else {
             start_copy();
@@ -117,14 +113,24 @@ void moe_edge_store::copy_loop() {
     }
 }
 
-// Of copies that nobody waits for, the oldest one under way, where one more of so many bytes would be too
-// much; else 0.
-moe_edge_ticket moe_edge_store::ahead_before(uint64_t bytes) {
-    while (!ahead_copies.empty() && device->passed(ahead_copies.front().first)) {
-        ahead_copy_bytes -= ahead_copies.front().second;
-        ahead_copies.pop_front();
+// Does all reads and enqueues all copies that are queued. How far the device has come must not change what is counted, so
+// several prefetch copies may be in flight.
+void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
+    for (;;) {
+        if (!copies.empty()) {
+            start_copy();
+            wake();
+        } else if (!reads.read_one(lock)) {
+            return;
+        }
     }
-    return ahead_copies.empty() || ahead_copy_bytes + bytes <= most_ahead_bytes ? 0 : ahead_copies.front().first;
+}
+
+// Returns the ticket of the prefetch copy that is in flight, or 0. Copies to a device have no priorities: a demand copy
+// waits for those that were enqueued before it. So one prefetch copy is in flight at a time, and a demand copy waits for at
+// most one slice.
+moe_edge_ticket moe_edge_store::ahead_in_flight() {
+    return device->passed(ahead_copy) ? 0 : ahead_copy;
 }
 
 // Enqueues the copy of a load whose bytes are in its host slot.
@@ -147,8 +153,7 @@ void moe_edge_store::transfer(int32_t cell) {
     drop_host(cell);
     stats.copy_bytes[phase] += bytes;
     if (lane == MOE_EDGE_LANE_PREFETCH) {
-        ahead_copies.emplace_back(ticket, bytes);
-        ahead_copy_bytes += bytes;
+        ahead_copy = ticket;
     }
 }
 

@@ -25,7 +25,7 @@ std::vector<int32_t> last_of_prompts(const moe_edge_batch & batch, int32_t most)
 
 // Without a model.
 void moe_edge_store::begin_step(int32_t new_phase) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     batch = {};
     open_step(new_phase == MOE_EDGE_DECODE ? MOE_EDGE_DECODE : MOE_EDGE_PREFILL);
     std::fill(phases.begin(), phases.end(), phase);
@@ -33,7 +33,7 @@ void moe_edge_store::begin_step(int32_t new_phase) {
 }
 
 void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     batch   = std::move(micro_batch);
     running = true;
     progress.layer   = 0;
@@ -59,6 +59,8 @@ void moe_edge_store::open_step(int32_t new_phase) {
     if (n_decided != 0) {
         drop_step();  // a store without a model is not told when a step ends
     }
+    const uint64_t began_ns = now_ns(), changes = table_changes;
+    const bool moving = !transitions.empty();
     conclude_transitions();
     if (owed_bytes > 0) {
         fit();
@@ -71,6 +73,9 @@ void moe_edge_store::open_step(int32_t new_phase) {
     fix_tables();
     if (device) {
         device->step_boundary(all_matrices.data(), all_matrices.size(), tables_fixed);
+    }
+    if (moving || table_changes != changes) {
+        waited(MOE_EDGE_WAIT_TRANSITION, now_ns() - began_ns);
     }
 }
 
@@ -110,7 +115,7 @@ void moe_edge_store::describe_tokens() {
 // Ends the step of a model, whether it was computed or cut off. A step that was cut off must not keep its pins until the
 // next one begins: limit() runs between the two, and would wait for slots that are never given back.
 void moe_edge_store::close_step() {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     batch   = {};
     running = false;
     progress.in_step = 0;
@@ -127,7 +132,7 @@ double moe_edge_store::tokens_done() const {
 
 bool moe_edge_store::end_step(uint64_t us) {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        call_lock lock(*this);
         running = false;
         progress.done += progress.in_step.exchange(0);
         if (!step_callback) {

@@ -15,7 +15,13 @@ struct {
     std::vector<moe_edge_store *> stores;
 } waiting;
 
+std::atomic<bool> in_turn { false };
+
 }  // namespace
+
+void moe_edge_in_turn(int32_t on) { in_turn = on != 0; }
+
+bool moe_edge_is_in_turn() { return in_turn; }
 
 void moe_edge_await_model(moe_edge_store * store) {
     std::lock_guard<std::mutex> lock(waiting.mutex);

@@ -22,14 +22,14 @@ bool moe_edge_store::route() {
     decision.renormalize = 0;
     if (asked) {
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            call_lock lock(*this);
             resident_view = resident;
             missing_view  = missing;
         }
         const uint64_t t0 = now_us();
         const int rc = callback(callback_user);
         const uint64_t t1 = now_us();
-        std::lock_guard<std::mutex> lock(mutex);
+        call_lock lock(*this);
         stats.callbacks[phase]++;
         stats.callback_us[phase] += t1 - t0;
         if (rc != 0) {
@@ -53,7 +53,7 @@ bool moe_edge_store::route() {
         routed_tiers.push_back(tier_out[e]);
         routed_passing.push_back(passing_out[e]);
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     const size_t first = (size_t) event.layer * n_expert;
     for (size_t i = 0; i < (size_t) event.n_tokens * n_expert_used && !device_counts(); i++) {
         counts[first + ids[i]] += (int32_t) (i % n_expert_used) < event.n_used;
@@ -80,12 +80,12 @@ bool moe_edge_store::check_layer(int32_t layer, int32_t kind, const int32_t * ex
 }
 
 bool moe_edge_store::has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     return kind != MOE_EDGE_N_KINDS && check_layer(layer, kind, experts, n);
 }
 
 void moe_edge_store::apply(int32_t layer, const int32_t * experts, const uint8_t * tiers, const uint8_t * passing, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     if (check_layer(layer, MOE_EDGE_N_KINDS, experts, n)) {
         const std::vector<uint8_t> defaults(n, default_tier);
         directed |= tiers != nullptr;
@@ -134,7 +134,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
 }
 
 void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     prefetch_locked(-1, list, n);
 }
 
@@ -248,7 +248,7 @@ void moe_edge_store::cancel_stale(int32_t layer) {
 // ---- executor
 
 void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     progress.layer.store(m.layer + 1, std::memory_order_relaxed);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     op.remaining.clear();  // which keeps its memory
@@ -290,7 +290,7 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
 
 // Decided and not yet released, so that this is about the op that comes next, and no earlier one.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     const auto & experts = routed_of[m.layer];
     const bool current = !experts.empty() && std::all_of(experts.begin(), experts.end(),
         [&](int32_t e) { return cells[cell_index(m.layer, m.kind, e)].decided(); });
@@ -323,8 +323,29 @@ bool moe_edge_store::whole_comes(int32_t cell) const {
     return false;
 }
 
+// What next() waits for, when it waits for what is left of an op.
+int32_t moe_edge_store::cause_of_wait(const op_state & op) const {
+    int32_t cause = MOE_EDGE_WAIT_DISK;
+    for (const int32_t cell : op.remaining) {
+        const auto * load = cells[cell].load();
+        if (!load || load->in_transition() || load->given_up()) {
+            cause = MOE_EDGE_WAIT_TRANSITION;  // what holds the slot that it needs
+        } else if (load->stage() == moe_edge_stage::QUEUED && staged(cell, load->tier()) && load->host_slot() < 0) {
+            cause = MOE_EDGE_WAIT_HOST_TIER;
+        } else {
+            return MOE_EDGE_WAIT_DISK;
+        }
+    }
+    return cause;
+}
+
+void moe_edge_store::waited(int32_t cause, uint64_t ns) {
+    waits[phase][cause].n.fetch_add(1, std::memory_order_relaxed);
+    waits[phase][cause].ns.fetch_add(ns, std::memory_order_relaxed);
+}
+
 int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
-    std::unique_lock<std::mutex> lock(mutex);
+    call_lock lock(*this);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
     for (;;) {
         if (device) {
@@ -350,7 +371,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
                 out[n++] = { entry.data, expert_of(cell), entry.type, entry.ticket, here ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY };
                 stats.computed[phase][c.tier()] += !device_counts();
                 if (here) {
-                    count_in_place(slice_of(cell, c.tier()), MOE_EDGE_MISS_COMPUTE);
+                    count_in_place(slice_of(cell, c.tier()));
                 }
             } else if (c.serves()) {
                 use_in_place(cell, &out[n++]);
@@ -370,7 +391,10 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         if (table_changes != before) {
             continue;  // the host tier had something
         }
-        stats.wait_us[phase] += wait_done(lock, 50);  // cancel() cannot take the lock to notify
+        const int32_t  cause    = cause_of_wait(op);
+        const uint64_t began_ns = now_ns();
+        stats.wait_us[phase] += wait_done(*lock, 50);  // cancel() cannot take the lock to notify
+        waited(cause, now_ns() - began_ns);
     }
 }
 
@@ -378,30 +402,23 @@ void moe_edge_store::wait(const moe_edge_ready * ready, int32_t n) {
     if (!device || std::all_of(ready, ready + n, [this](const moe_edge_ready & r) { return device->passed(r.ticket); })) {
         return;
     }
-    const uint64_t t0 = now_us();
+    const uint64_t began_ns = now_ns();
     for (int32_t i = 0; i < n; i++) {
         device->wait(ready[i].ticket);
     }
-    std::lock_guard<std::mutex> lock(mutex);
-    stats.copy_wait_us[phase] += now_us() - t0;
+    waited(MOE_EDGE_WAIT_COPY, now_ns() - began_ns);
 }
 
 void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     n_decided -= n;
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, ready[i].expert);
         auto & c = cells[cell];
         c.release();
-        if (device && ready[i].data && after != 0) {
-            // as next() gave it: a load in place that a cut step has left behind may be under way beside the slot
-            if (c.satisfied()) {
-                if (staged(cell, c.tier())) {  // else the host has read it
-                    pool_of(cell, c.tier()).read_until(c.slot(), after);
-                }
-            } else if (c.load() && c.load()->in_place()) {
-                host->feeds(c.load()->host_slot(), moe_edge_host_tier::READERS, after);
-            }
+        // A kernel of the device still reads the slot. The host has read what is not staged, or in place.
+        if (device && ready[i].data && after != 0 && c.satisfied() && staged(cell, c.tier())) {
+            pool_of(cell, c.tier()).read_until(c.slot(), after);
         }
         if (c.arrived()) {
             settle(cell);
@@ -520,6 +537,12 @@ void moe_edge_store::get_stats(moe_edge_stats * out) {
     std::lock_guard<std::mutex> lock(mutex);
     collect_counts();
     *out = stats;
+    for (int32_t p = 0; p < 2; p++) {
+        for (int32_t w = 0; w < MOE_EDGE_N_WAITS; w++) {
+            out->waits[p][w]     = waits[p][w].n;
+            out->waited_ns[p][w] = waits[p][w].ns;
+        }
+    }
 }
 
 void moe_edge_store::get_resident(uint8_t * out) {
@@ -540,4 +563,9 @@ void moe_edge_store::reset_stats() {
     fresh.host_pinned       = stats.host_pinned;
     fresh.misses            = stats.misses;
     stats = fresh;
+    for (auto & of_phase : waits) {
+        for (auto & wait : of_phase) {
+            wait.n = wait.ns = 0;
+        }
+    }
 }

@@ -34,7 +34,6 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -107,6 +106,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
     // A step then needs no hook: nobody decides, and the executor counts.
     bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
+    void    waited(int32_t cause, uint64_t ns);  // any thread
     bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
                             moe_edge_ready * out);
 
@@ -170,6 +170,22 @@ struct moe_edge_store final : private moe_edge_reads::owner {
         bool waited = false;
     };
 
+    // The lock of a call by the thread that decodes. In turn, reads and copies are done before it is given back.
+    class call_lock {
+      public:
+        explicit call_lock(moe_edge_store & store) : store(store), lock(store.mutex) { store.stats.locks[store.phase]++; }
+        ~call_lock() {
+            if (store.in_turn) {
+                store.work_in_turn(lock);
+            }
+        }
+        std::unique_lock<std::mutex> & operator*() { return lock; }
+
+      private:
+        moe_edge_store & store;
+        std::unique_lock<std::mutex> lock;
+    };
+
     int32_t cell_index(int32_t layer, int32_t kind, int32_t expert) const {
         return (layer * MOE_EDGE_N_KINDS + kind) * n_expert + expert;
     }
@@ -213,8 +229,10 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
     moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
     void    copy_loop();
+    void    work_in_turn(std::unique_lock<std::mutex> & lock);
+    int32_t cause_of_wait(const op_state & op) const;
     void    start_copy();
-    moe_edge_ticket ahead_before(uint64_t bytes);
+    moe_edge_ticket ahead_in_flight();
     void    transfer(int32_t cell);
     bool    landed(int32_t cell) const;
     int32_t reserve_host(std::unique_lock<std::mutex> & lock);
@@ -234,7 +252,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const;
     bool    try_in_place(int32_t cell);
     void    use_in_place(int32_t cell, moe_edge_ready * out);
-    void    count_in_place(const moe_edge_slices & s, int32_t place);
+    void    count_in_place(const moe_edge_slices & s);
     void    keep_used(int32_t layer, int32_t expert);
 
     // loads (moe-edge-loads.cpp)
@@ -319,20 +337,17 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
-    double                      read_s_per_byte = 0.0;
     double                      round_trip_s = 0.0;
     // What the host's threads were expected to take for experts that a device lacks, and what they took. The older, the
     // less it counts, and both begin with the same, so that what was too slow once is tried again.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
-    uint64_t                    most_ahead_bytes = 0;  // of copies under way that nobody waits for
     int32_t                     misses = MOE_EDGE_MISS_COPY;
     std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
     std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute
     moe_edge_queue              copies;                // loads that only need a copy, not enqueued yet
-    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead_copies;  // tickets, bytes: copies that nobody waits for
-    uint64_t                    ahead_copy_bytes = 0;  // sum of them
+    moe_edge_ticket             ahead_copy = 0;        // the latest prefetch copy
     std::condition_variable     copy_cv;               // the copy thread waits for copies
     std::thread                 copy_thread;
     std::vector<moe_edge_matrix *> all_matrices, down_matrices;
@@ -349,6 +364,10 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::string             failure;
     std::string             failed_read;  // the latest one
     moe_edge_stats          stats = {};
+    struct {
+        std::atomic<uint64_t> n { 0 }, ns { 0 };
+    } waits[2][MOE_EDGE_N_WAITS];
+    const bool              in_turn;  // see moe_edge_in_turn()
     int32_t                 phase = MOE_EDGE_PREFILL;
     moe_edge_batch          batch;           // of the step
     std::set<int32_t>       live, ended;     // sequences: that steps had tokens of; to be reported as ended
@@ -370,6 +389,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<uint8_t>    routed_tiers, routed_passing;
     moe_edge_reads          reads { *this, mutex };  // its threads end before the rest goes
 };
+
+bool moe_edge_is_in_turn();  // what moe_edge_in_turn() was told last
 
 // A store waits for a model from when it is created until one takes it (moe-edge.h).
 void moe_edge_await_model(moe_edge_store * store);

@@ -27,12 +27,12 @@ struct moe_edge_ready {
     int32_t         expert;
     int32_t         type;
     moe_edge_ticket ticket;  // to be waited for before data is read
-    int32_t         place = MOE_EDGE_MISS_COPY;  // a slot; else data is host memory, in place of one:
-                                                 // enum moe_edge_miss says who is to compute it
+    int32_t         place = MOE_EDGE_MISS_COPY;  // data is a slot; MOE_EDGE_MISS_COMPUTE: data is host
+                                                 // memory, and threads of the host compute the expert
 };
 
-// The most tokens of a layer whose experts may be used in place: each then has few rows, and its
-// bytes cost more than computing with them.
+// The most tokens of a layer whose missing experts the host may compute. With so few tokens an expert
+// has few rows, and moving its bytes costs more than computing with them.
 constexpr int32_t MOE_EDGE_IN_PLACE_TOKENS = 8;
 
 // Some rows of one expert's product, for threads of the host.
@@ -75,6 +75,8 @@ struct moe_edge_ops {
     // Computes what next() gave to the host: on threads of its own and this one, done on return. began_us: when
     // the op began to bring the rows to the host, by moe_edge::now_us().
     void (*multiply)(moe_edge_matrix * m, const std::vector<moe_edge_product> & products, uint64_t began_us);
+    // Adds a wait of the executor to the store's statistics. cause: enum moe_edge_wait.
+    void (*waited)(moe_edge_matrix * m, int32_t cause, uint64_t ns);
 };
 
 struct moe_edge_matrix {

@@ -47,7 +47,7 @@ bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
 }
 
 int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    call_lock lock(*this);
     const bool known = std::all_of(list, list + n, [this](const moe_edge_prefetch_item & t) {
         return t.layer >= 0 && t.layer < n_layers && t.expert >= 0 && t.expert < n_expert && t.tier < n_tiers;
     });
@@ -61,6 +61,7 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
             admitted++;
         }
     }
+    stats.transitions_begun    += admitted;
     stats.transitions_rejected += n - admitted;
     if (admitted > 0) {
         reads.wake_for_transition();

@@ -22,6 +22,10 @@ inline uint64_t block_ceil(uint64_t n) { return block_floor(n + MOE_EDGE_BLOCK -
 
 constexpr uint64_t HUGE_PAGE = 2 << 20;
 
+inline uint64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 inline char * huge_page_floor(char * at) { return reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(at) / HUGE_PAGE * HUGE_PAGE); }
 inline char * huge_page_ceil(char * at) { return huge_page_floor(at + HUGE_PAGE - 1); }
 

@@ -38,7 +38,7 @@ extern "C" {
 
 // Raised with every change of a struct or a function below. Callers compare it
 // with moe_edge_abi_version() before anything else.
-#define MOE_EDGE_ABI_VERSION 21
+#define MOE_EDGE_ABI_VERSION 22
 
 #define MOE_EDGE_API __attribute__((visibility("default")))
 
@@ -77,13 +77,12 @@ enum moe_edge_flags {
                                // in which they were asked for, and no read is taken back
 };
 
-// What becomes of an expert that a token needs and a device does not have. In place, it is used
-// from the host's memory and takes no slot; it may be copied to one behind that, for the next time.
+// How a store serves an expert that a token needs and the device does not have.
 enum moe_edge_miss {
-    MOE_EDGE_MISS_COPY    = 0,  // to a slot, before it is computed
-    MOE_EDGE_MISS_READ    = 1,  // in place: kernels of the device read it. Copied where they cannot
-    MOE_EDGE_MISS_COMPUTE = 2,  // in place: threads of the host compute it, while the device computes others
-    MOE_EDGE_MISS_AUTO    = 3,  // each expert the one of these by which its layer is done first
+    MOE_EDGE_MISS_COPY    = 0,  // copy it to a slot, then compute it on the device
+    MOE_EDGE_MISS_COMPUTE = 1,  // threads of the host compute it in host memory while the device computes
+                                // other experts. It takes no slot; it may be copied to one afterwards
+    MOE_EDGE_MISS_AUTO    = 2,  // choose for each expert the way that finishes its layer first
 };
 
 // Where the experts of one (layer, kind, tier) lie: expert e is the bytes
@@ -133,11 +132,10 @@ struct moe_edge_config {
                               // starts at a multiple of MOE_EDGE_DEVICE_ALIGN, which comes on top
     uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
                               // those kept for the next time; moe_edge_host_least_bytes() at least
-    // For MOE_EDGE_MISS_AUTO: weights that each way takes in a second, 0 where it cannot be had, and
-    // what is lost each time that the host and the device wait for each other, the waking of the
-    // host's threads included. By copy_bytes_per_s, copies that nobody waits for yet are few at a time.
+    // For MOE_EDGE_MISS_AUTO: the speed of copies to the device (0: unknown), and the time that is lost
+    // when the host and the device wait for each other once, including the time to wake the host's
+    // threads.
     double   copy_bytes_per_s;
-    double   read_bytes_per_s;
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss: of layers with few tokens, on a device; others are copied
     int32_t  n_host_threads;  // that compute misses
@@ -232,6 +230,16 @@ struct moe_edge_step {
 // Returns 0, or anything else to fail the step that was computed.
 typedef int (*moe_edge_step_cb)(const struct moe_edge_step * step, void * user);
 
+// What the thread that decodes waits for.
+enum moe_edge_wait {
+    MOE_EDGE_WAIT_DISK       = 0,  // an expert that is read from disk
+    MOE_EDGE_WAIT_HOST_TIER  = 1,  // a slot of the host tier, which an expert needs before it can be read
+    MOE_EDGE_WAIT_COPY       = 2,  // a copy between host and device
+    MOE_EDGE_WAIT_TRANSITION = 3,  // transitions that are published at a step boundary, or that hold a slot
+    MOE_EDGE_WAIT_LAUNCH     = 4,  // the driver, which takes kernels to launch
+    MOE_EDGE_N_WAITS         = 5,
+};
+
 struct moe_edge_stats {
     // by phase: [prefill, decode]; requests, hits, routed and computed once a step for each expert
     uint64_t requests[2];          // matrices asked for
@@ -241,12 +249,13 @@ struct moe_edge_stats {
     uint64_t wait_us[2];           // compute threads waited for I/O
     uint64_t host_hits[2];         // loads of a device whose slice was in host memory
     uint64_t copy_bytes[2];        // copied to a device
-    uint64_t copy_wait_us[2];      // threads of the host waited for copies, to read what they bring
-    uint64_t in_place[2];          // matrices used from the host's memory, without a slot on the device
-    uint64_t in_place_bytes[2];
-    uint64_t host_computed[2];     // of those, computed by the host
+    uint64_t host_computed[2];     // matrices that the host computed, without a slot on the device
+    uint64_t host_computed_bytes[2];
     uint64_t callback_us[2];       // inside the route callback
     uint64_t callbacks[2];
+    uint64_t locks[2];             // times that the thread that decodes took the store's lock
+    uint64_t waits[2][MOE_EDGE_N_WAITS];      // waits of the thread that decodes, by enum moe_edge_wait
+    uint64_t waited_ns[2][MOE_EDGE_N_WAITS];  // their duration
     uint64_t routed[2][MOE_EDGE_MAX_TIERS + 1];  // experts by decided tier; last: skip
     uint64_t computed[2][MOE_EDGE_MAX_TIERS];    // matrices by the tier really computed
     uint64_t waves;                // extra passes because experts had to be waited for
@@ -262,14 +271,16 @@ struct moe_edge_stats {
     uint64_t read_us;              // summed over I/O threads
     uint64_t experts_promoted;     // transitions published, by direction
     uint64_t experts_demoted;
+    uint64_t transitions_begun;
     uint64_t transitions_rejected; // no free slot, or the expert is not resident or under way already
     uint64_t transitions_failed;   // the read failed, or a token needed the slot; the old version stayed
     uint64_t transition_bytes;     // read in the background
+    uint64_t table_writes;         // changes of an entry of an expert table
     uint64_t host_bytes;           // host memory behind the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
     int32_t  host_pinned;          // 1 if the memory behind host_bytes is pinned
-    int32_t  misses;               // enum moe_edge_miss in effect: what was asked for, or copy where
-                                   // the device cannot read that memory, or the speeds are not known
+    int32_t  misses;               // enum moe_edge_miss in effect: the configured one, or copy if
+                                   // auto was configured and the speed of copies is not known
     int32_t  reserved;
 };
 
@@ -303,7 +314,6 @@ struct moe_edge_bandwidths {
     double  pinned_bytes_per_s;    // host to device; 0 where pinning is refused
     double  pageable_bytes_per_s;
     double  round_trip_us;         // a copy of few bytes, until the host knows that it is done
-    double  read_bytes_per_s;      // kernels read pinned memory where it is; 0 where they cannot
     double  compute_bytes_per_s;   // weights in Q4_K that the host's threads multiply with one token
 };
 
@@ -322,6 +332,11 @@ MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t 
 // they do for misses: asleep before, and with weights that no cache holds. each_us: one expert more;
 // wake_us: what the first one takes beyond that. 0, or -1 for a type or a shape that cannot be.
 MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us);
+
+// Whether stores that are created from now on do their reads and their copies in turn: on the thread that decodes,
+// at the end of the call that asks for them, without threads of their own and without a limit on the rate of
+// transitions. For counts that are the same in every run, not for speed.
+MOE_EDGE_API void moe_edge_in_turn(int32_t on);
 
 // NULL on failure, with one sentence in err. The store waits for a model, unless it is simulated.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(

@@ -130,8 +130,7 @@ std::vector<moe_edge_load> beginnings(bool staged, bool found) {
     };
     if (staged) {
         out.push_back(moe_edge_load::ahead(1, purpose::AFTER_USE, 4, claim));
-        out.push_back(moe_edge_load::in_place_of_slot(1, purpose::READ));
-        out.push_back(moe_edge_load::in_place_of_slot(1, purpose::COMPUTE));
+        out.push_back(moe_edge_load::in_place_of_slot(1));
     }
     for (auto & load : out) {
         if (found) {
@@ -216,10 +215,10 @@ void run_host_tier() {
     const bool copied = load.copied() && load.arrived() && !load.queued() && load.let_host_go() == 8 && load.check(true).empty();
 
     auto found = moe_edge_load::into_slot(1, moe_edge_purpose::DEMAND, 0, 2);
-    auto here  = moe_edge_load::in_place_of_slot(1, moe_edge_purpose::COMPUTE);
+    auto here  = moe_edge_load::in_place_of_slot(1);
     found.finds(8);
     here.finds(8);
-    const bool apart = found.queued() && found.untouched() && !here.queued() && here.arrived() && here.place() == MOE_EDGE_MISS_COMPUTE;
+    const bool apart = found.queued() && found.untouched() && !here.queued() && here.arrived() && here.in_place();
     if (!none || !waits || !copied || !apart || !refuses([&] { found.copy_enqueued(); }) || !refuses([&] { here.leave_copies(); })) {
         die("a load behind a device is something else");
     }
@@ -248,9 +247,9 @@ void run_load() {
     if (whole.fate() != moe_edge_fate::UNWANTED || !whole.entire()) {
         die("what is given up in its last part is not read to its end");
     }
-    if (!refuses([] { moe_edge_load::into_slot(0, moe_edge_purpose::READ, 0, 1); }) ||
+    if (!refuses([] { moe_edge_load::into_slot(0, moe_edge_purpose::COMPUTE, 0, 1); }) ||
         !refuses([] { moe_edge_load::ahead(0, moe_edge_purpose::DEMAND, 0, {}); }) ||
-        !refuses([] { moe_edge_load::in_place_of_slot(0, moe_edge_purpose::AHEAD); }) || !refuses([&] { whole.reads_parts(2); })) {
+        !refuses([&] { whole.reads_parts(2); })) {
         die("a load begins as it cannot");
     }
 }

@@ -210,7 +210,6 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     config.host_bytes    = moe_edge_host_least_bytes(&config) + host_more;
     config.misses        = misses;
     config.copy_bytes_per_s    = copy_bytes_per_s;
-    config.read_bytes_per_s    = 15e9;
     config.flags               = flags;
     config.round_trip_us       = round_trip_us;
     char err[512];
@@ -374,16 +373,15 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
             die(std::string(situation.what) + " did not come up");
         }
     }
-    if (s.copy_wait_us[0] + s.copy_wait_us[1] != 0) {
+    if (s.waits[0][MOE_EDGE_WAIT_COPY] + s.waits[1][MOE_EDGE_WAIT_COPY] != 0) {
         die("the host waited for a copy");
     }
     if (s.slot_bytes_peak > s.budget_bytes) {
         die("slots took more than their budget");
     }
-    const uint64_t in_place = s.in_place[0] + s.in_place[1], host_computed = s.host_computed[0] + s.host_computed[1];
-    const bool some = in_place > 0 && s.in_place_bytes[0] + s.in_place_bytes[1] > in_place;
-    const bool right = misses == MOE_EDGE_MISS_COPY && !near ? in_place == 0
-        : some && (misses == MOE_EDGE_MISS_READ ? host_computed == 0 : host_computed == in_place);
+    const uint64_t host_computed = s.host_computed[0] + s.host_computed[1];
+    const bool some  = host_computed > 0 && s.host_computed_bytes[0] + s.host_computed_bytes[1] > host_computed;
+    const bool right = misses == MOE_EDGE_MISS_COPY && !near ? host_computed == 0 : some;
     if (near && (s.copy_bytes[0] + s.copy_bytes[1]) % BYTES[0] != 0) {
         die("something of the lower tier was copied to the device");
     }
@@ -391,8 +389,8 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         die("misses were not served as asked for");
     }
     moe_edge_store_free(store);
-    printf("steps: %d, %lld rows, none wrong, %llu in place, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n",
-        steps, (long long) count.rows, (unsigned long long) in_place, (long long) skipped, (long long) cut, (unsigned long long) host_hits,
+    printf("steps: %d, %lld rows, none wrong, %llu by the host, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n",
+        steps, (long long) count.rows, (unsigned long long) host_computed, (long long) skipped, (long long) cut, (unsigned long long) host_hits,
         (unsigned long long) s.evictions, (unsigned long long) (s.experts_promoted + s.experts_demoted));
 }
 
@@ -612,13 +610,12 @@ std::vector<int32_t> places_of(const expert_file & file, int32_t misses, int32_t
 }
 
 void run_places(const expert_file & file) {
-    constexpr int32_t COPY = MOE_EDGE_MISS_COPY, READ = MOE_EDGE_MISS_READ, COMPUTE = MOE_EDGE_MISS_COMPUTE;
+    constexpr int32_t COPY = MOE_EDGE_MISS_COPY, COMPUTE = MOE_EDGE_MISS_COMPUTE;
     using places = std::vector<int32_t>;
     const auto of = [&](int32_t misses, int32_t n_tokens, double round_trip_us = 0, double copy = 20e9, double hosted_s = 0) {
         return places_of(file, misses, n_tokens, round_trip_us, copy, hosted_s);
     };
     const bool fixed = of(MOE_EDGE_MISS_COPY, 2) == places({ COPY, COPY, COPY, COPY, COPY, COPY, -1, -1 }) &&
-        of(MOE_EDGE_MISS_READ, 1) == places({ READ, READ, READ, -1, -1, -1, -1, -1 }) &&
         of(MOE_EDGE_MISS_COMPUTE, 1) == places({ COMPUTE, COMPUTE, COMPUTE, -1, -1, -1, -1, -1 });
     // an expert takes the link 2.16 us, the host 1.54 us
     const bool shared = of(MOE_EDGE_MISS_AUTO, 2) == places({ COMPUTE, COPY, COMPUTE, COPY, COMPUTE, COMPUTE, -1, -1 });
@@ -627,62 +624,22 @@ void run_places(const expert_file & file) {
     const bool never = of(MOE_EDGE_MISS_AUTO, 2, 1000) == of(MOE_EDGE_MISS_COPY, 2);
     // the host takes many times as long as was measured
     const bool learned = of(MOE_EDGE_MISS_AUTO, 2, 0, 20e9, 1.0) == of(MOE_EDGE_MISS_COPY, 2);
-    // what kernels read is copied behind that: the link has to read more than twice as fast as it copies
-    const bool read = of(MOE_EDGE_MISS_AUTO, 1, 1000, 1e9) == of(MOE_EDGE_MISS_READ, 1) &&
-        of(MOE_EDGE_MISS_AUTO, 1, 1000, 8e9) == of(MOE_EDGE_MISS_COPY, 1);
     const bool unknown = of(MOE_EDGE_MISS_AUTO, 1, 0, 0) == of(MOE_EDGE_MISS_COPY, 1);
     // more tokens than are worth it
     std::vector<int32_t> all(EXPERTS, -1);
     std::fill_n(all.begin(), 6, COPY);
-    const bool many = of(MOE_EDGE_MISS_READ, 8) != all && of(MOE_EDGE_MISS_READ, 9) == all;
-    if (!fixed || !shared || !late || !never || !learned || !read || !unknown || !many) {
+    const bool many = of(MOE_EDGE_MISS_COMPUTE, 8) != all && of(MOE_EDGE_MISS_COMPUTE, 9) == all;
+    if (!fixed || !shared || !late || !never || !learned || !unknown || !many) {
         die("misses are shared otherwise than by their speeds");
     }
     printf("places: by speed\n");
 }
 
-// A host slot whose expert a kernel still reads is filled with nothing else.
-void run_late_reader(const expert_file & file) {
-    table_device device(0);
-    moe_edge_store * store = open_store(file, device, 2, 2, 1 << 15, MOE_EDGE_MISS_READ);
-    counters count;
-    std::atomic<int> submitted { 0 };
-    device.submit([&] {  // before all readers, and until there are as many as the slots allow
-        for (int before = -1; before != submitted; std::this_thread::sleep_for(std::chrono::milliseconds(30))) {
-            before = submitted;
-        }
-    }, {});
-    for (int32_t step = 0; step < 40; step++) {
-        moe_edge_begin_step(store, MOE_EDGE_DECODE);
-        std::vector<int32_t> ids = { step % EXPERTS, (step + 3) % EXPERTS };
-        const std::vector<uint8_t> tiers(ids.size(), step % TIERS);
-        moe_edge_apply(store, step % LAYERS, ids.data(), tiers.data(), nullptr, ids.size());
-        for (const int32_t k : KINDS) {
-            if (!run_op(store, device, file, step % LAYERS, k, ids, count)) {
-                die(moe_edge_error(store));
-            }
-            submitted++;
-        }
-        check(store);
-    }
-    device.wait(device.last);
-    moe_edge_stats s;
-    moe_edge_get_stats(store, &s);
-    if (s.in_place[1] == 0) {
-        die("late readers: nothing was used in place");
-    }
-    if (count.wrong != 0) {
-        die(std::to_string(count.wrong) + " wrong rows from host slots");
-    }
-    moe_edge_store_free(store);
-    printf("late readers: none wrong\n");
-}
-
 // A step that was cut off leaves a load in place under way. What the next step reads from the same expert's slot is
 // remembered for the slot: a copy to there comes behind it.
-void run_reader_beside_load(const expert_file & file, int32_t misses) {
+void run_reader_beside_load(const expert_file & file) {
     table_device device(0);
-    moe_edge_store * store = open_store(file, device, 1, 1, 1 << 20, misses);
+    moe_edge_store * store = open_store(file, device, 1, 1, 1 << 20, MOE_EDGE_MISS_COMPUTE);
     counters count;
     const std::vector<int32_t> id = { 0 };
     const uint8_t high = 0, low = 1;
@@ -783,11 +740,10 @@ void run_undirected(const expert_file & file) {
     printf("direct reads: %s, then refused by the host's memory\n", direct[false] ? "taken" : "none here");
 }
 
-// Copies that nobody waits for, of slices that were read for them and of those that the host tier had: no more
-// at once than the link moves in half a millisecond, but always one.
-void run_bounded(const expert_file & file, double copy_bytes_per_s) {
+// One prefetch copy is in flight at a time, be its slice read for it or found in the host tier.
+void run_bounded(const expert_file & file) {
     table_device device(300);
-    moe_edge_store * store = open_store(file, device, 2, 2, 2 << 20, MOE_EDGE_MISS_COPY, copy_bytes_per_s);
+    moe_edge_store * store = open_store(file, device, 2, 2, 2 << 20, MOE_EDGE_MISS_COPY);
     moe_edge_stats s = {};
     patience more;
     for (int32_t round = 0; round < 40 || device.n_ahead < 40 || s.host_hits[MOE_EDGE_DECODE] == 0; round++) {
@@ -805,7 +761,7 @@ void run_bounded(const expert_file & file, double copy_bytes_per_s) {
         moe_edge_get_stats(store, &s);
     }
     moe_edge_store_free(store);
-    const uint64_t bound = std::max<uint64_t>(BYTES[0], copy_bytes_per_s * 0.5e-3);
+    const uint64_t bound = BYTES[0];
     if (device.most_ahead > bound) {
         die("copies ahead: " + std::to_string(device.most_ahead) + " bytes at once, " + std::to_string(device.n_ahead.load()) + " in all");
     }
@@ -856,21 +812,18 @@ int main(int argc, char ** argv) {
     const unsigned seed  = atoi(argv[3]);
     run_steps(file, steps / 4, seed, 4, 3, 0, MOE_EDGE_MISS_COPY);
     run_steps(file, steps / 4, seed + 1, 1, 1, 300000, MOE_EDGE_MISS_COPY);
-    run_steps(file, steps / 4, seed + 2, 2, 2, 60000, MOE_EDGE_MISS_READ);
+    run_steps(file, steps / 4, seed + 2, 2, 2, 60000, MOE_EDGE_MISS_COMPUTE);
     run_steps(file, steps - steps / 4 * 3, seed + 3, 2, 2, 300000, MOE_EDGE_MISS_COMPUTE);
     run_steps(file, steps / 8, seed + 4, 2, 3, 0, MOE_EDGE_MISS_COPY, true);
     run_steps(file.without_compute(0), steps / 4, seed + 5, 2, 2, 300000, MOE_EDGE_MISS_AUTO);
     run_places(file);
-    run_late_reader(file);
-    run_reader_beside_load(file, MOE_EDGE_MISS_READ);
-    run_reader_beside_load(file, MOE_EDGE_MISS_COMPUTE);
+    run_reader_beside_load(file);
     run_undirected(file);
     run_fixed(file, std::max(40, steps / 50), seed);
     run_held(file);
     run_routed(file);
-    run_bounded(file, 1e6);
-    run_bounded(file, 1e8);
+    run_bounded(file);
     run_lost(file, MOE_EDGE_MISS_COPY);
-    run_lost(file, MOE_EDGE_MISS_READ);
+    run_lost(file, MOE_EDGE_MISS_COMPUTE);
     return 0;
 }

@@ -88,11 +88,11 @@ void multiply_row(int n, float * out, size_t, const void * weights, size_t, cons
     *out = 0.0f;
 }
 
-// Each copy and read takes a time of its own once it is waited for, the first of each kind ten times as long.
+// Each copy takes a time of its own once it is waited for, the first of each kind ten times as long.
 class played_device : public moe_edge_device {
   public:
-    static constexpr double PINNED_US = 1000.0, PAGEABLE_US = 3000.0, READ_US = 1700.0, FEW_US = 9.0;
-    bool pins = true, copies = true, reads = true, loses = false;
+    static constexpr double PINNED_US = 1000.0, PAGEABLE_US = 3000.0, FEW_US = 9.0;
+    bool pins = true, copies = true;
     std::string failure;
 
     std::string name() const override { return "played"; }
@@ -112,11 +112,6 @@ class played_device : public moe_edge_device {
     bool passed(moe_edge_ticket) override { return false; }
     void wait(moe_edge_ticket) override { now_us += took; }
     std::string error() override { return failure; }
-    bool read(const void *, uint64_t) override {
-        now_us += took_for(READ_US);
-        failure = loses ? "lost" : "";
-        return reads && !loses;
-    }
 
   private:
     double took_for(double us) { return known.insert(us).second ? 10 * us : us; }
@@ -165,7 +160,6 @@ void devices() {
     const moe_edge_bandwidths found = measured(device, BYTES, 0);
     expect("copying pinned memory", found.pinned_bytes_per_s, BYTES / (played_device::PINNED_US * 1e-6));
     expect("copying pageable memory", found.pageable_bytes_per_s, BYTES / (played_device::PAGEABLE_US * 1e-6));
-    expect("reading in place", found.read_bytes_per_s, BYTES / (played_device::READ_US * 1e-6));
     expect("a round trip", found.round_trip_us, played_device::FEW_US);
     // weights this small stay in the cache, where a row takes a tenth
     const double n_rows = std::floor((double) BYTES / ggml_row_size(GGML_TYPE_Q4_K, 2048));
@@ -174,17 +168,14 @@ void devices() {
     played_device unpinned;
     unpinned.pins = false;
     const moe_edge_bandwidths slow = measured(unpinned, BYTES, 0);
-    if (slow.pinned_bytes_per_s != 0.0 || slow.read_bytes_per_s != 0.0) {
+    if (slow.pinned_bytes_per_s != 0.0) {
         die("memory that is not pinned has a speed", slow.pinned_bytes_per_s);
     }
     expect("copying where nothing is pinned", slow.pageable_bytes_per_s, BYTES / (played_device::PAGEABLE_US * 1e-6));
 
-    played_device no_reads, no_copies, lost;
-    no_reads.reads = no_copies.copies = false;
+    played_device no_copies, lost;
+    no_copies.copies = false;
     lost.failure = "lost";
-    if (measured(no_reads, BYTES, 0).read_bytes_per_s != 0.0) {
-        die("kernels that cannot read have a speed", 0);
-    }
     begin({ 1.0, 0.0, 0.0, 2 });
     measured(device, BYTES, 0, 2);
     if (threads.size() != 2) {
@@ -192,9 +183,6 @@ void devices() {
     }
     measured(no_copies, BYTES, -1);
     measured(lost, BYTES, -1);
-    played_device lost_by_reading;
-    lost_by_reading.loses = true;
-    measured(lost_by_reading, BYTES, -1);
     measured(device, BYTES / 4, -1);
 }
 

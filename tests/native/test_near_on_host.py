@@ -43,7 +43,7 @@ def test_nothing_of_a_cold_expert_is_copied(three):
     assert sum(stats.copy_bytes) == came > 0  # each moved once
     for phase in (Phase.PREFILL, Phase.DECODE):
         cold = sum(stats.computed[phase][1:])
-        assert stats.host_computed[phase] == stats.in_place[phase] == cold > 0
+        assert stats.host_computed[phase] == cold > 0
     assert list(stats.hits) == list(stats.requests) and sum(stats.demand_bytes) == 0
     assert stats.slot_bytes_peak <= stats.budget_bytes
 

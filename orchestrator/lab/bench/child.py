@@ -6,7 +6,9 @@ has put the process into its memory group before Python started: the interpreter
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,14 @@ import numpy as np
 
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.lab.children import Result, answer
+from orchestrator.native.abi import WAITS
 
 PROMPT, DECODE = "prompt", "decode"
 COLD = "cold"  # the first prompt, which finds nothing in memory
 MIN_STEPS = 8
+BACKEND = "MOE_EDGE_TEST_BACKEND"  # names the library of the emulated GPU
+# What the emulated GPU counts, in the order of moe_emu_counts().
+COUNTS = ("launches", "graphs", "waits", "copies in", "bytes in", "copies out", "bytes out")
 
 
 class Part(NamedTuple):
@@ -71,7 +77,9 @@ class Job:
     """What a process is told to measure. settings: of PlainModel ("upstream") or Config ("engine").
 
     text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token.
+    warm: read every expert before the first token. warm_host: read every expert in every precision
+    into the host memory behind a GPU before the first token.
+    counts: also count what the decode steps ask of the emulated GPU.
     device: whose memory to report; the system "device" measures that alone.
     """
 
@@ -86,6 +94,8 @@ class Job:
     seed: int
     text: str | None = None
     warm: bool = False
+    warm_host: bool = False
+    counts: bool = False
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -121,9 +131,17 @@ def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> 
     return text_stream(job.seed, pieces, tokenize)
 
 
-def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> list[Any]:
-    """Time every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step; and
-    with a store, what it counted meanwhile. model: an Evaluator, or a PlainModel.
+def play(
+    parts: Sequence[Part],
+    model: Any,
+    draw: Draw,
+    store: Any = None,
+    counter: Callable[[], dict[str, int]] | None = None,
+) -> list[Any]:
+    """Time every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
+
+    With a store, each part has what the store counted meanwhile. model: an Evaluator, or a
+    PlainModel. counter: returns running totals; each part has its share of them as "counts".
 
     Tokens are drawn for whole parts, so that one that ends early does not change those after it.
     """
@@ -145,6 +163,7 @@ def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> li
         if store is not None:
             calls = store.calls
             store.reset_stats()
+        counts = counter() if counter else {}
         deadline = perf_counter() + part.seconds
         for step in steps:
             before = perf_counter()
@@ -154,6 +173,7 @@ def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> li
                 model.eval(step, pos)
             now = perf_counter()
             times.append((now - before) * 1e3)
+            done_so_far = counter() if counter else {}
             pos += len(step)
             if store is not None:
                 stats = store.stats()
@@ -162,6 +182,7 @@ def play(parts: Sequence[Part], model: Any, draw: Draw, store: Any = None) -> li
                 break
         done = sum(map(len, steps[: len(times)]))
         result = {"name": part.name, "tokens": done, "ms": times}
+        result["counts"] = {name: n - counts[name] for name, n in done_so_far.items()}
         if store is not None:
             result["store"] = store_counters(store.stats())
             result["callback_us"] = store.callback_us(since=calls)
@@ -215,7 +236,7 @@ def run_upstream(job: Job) -> Result:
         **job.settings,
     ) as model:
         draw = source(job, model.n_vocab, model.tokenize)
-        found: Result = {"parts": play(job.parts, model, draw)}
+        found: Result = {"parts": play(job.parts, model, draw, None, counter_of(job))}
         if job.device is not None:
             llama = context_memory(Bindings.load().library(), model.context)[1]
             found["memory"] = {"llama": llama, "used": max(0, free - free_bytes(job.device))}
@@ -237,8 +258,10 @@ def run_engine(job: Job) -> Result:
         if store is not None and job.warm:
             layers, experts = range(inside.model.n_layers), range(inside.model.n_expert)
             store.warm([(layer, e, 0) for layer in layers for e in experts])
+        if store is not None and job.warm_host:
+            store.warm_host()
         draw = source(job, n_vocab, evaluator.tokenize)
-        found: Result = {"parts": play(job.parts, evaluator, draw, store)}
+        found: Result = {"parts": play(job.parts, evaluator, draw, store, counter_of(job))}
         if store is not None:
             found["policy"] = inside.policy.report()
         if job.device is not None:
@@ -259,9 +282,8 @@ def store_counters(stats: Any) -> Result:
     useful = stats.prefetch_used / judged if judged else 0.0
     # to a device: copies that a token waited for or used, of all that were not transitions
     copied, asked = sum(stats.copy_bytes), sum(stats.requests) - sum(stats.hits)
-    used = max(0, asked - sum(stats.in_place)) + stats.prefetch_used
+    used = max(0, asked - sum(stats.host_computed)) + stats.prefetch_used
     loads = used + stats.prefetch_wasted
-    in_place = sum(stats.in_place_bytes)
     return {
         "requests": sum(stats.requests),
         "hits": sum(stats.hits),
@@ -270,16 +292,40 @@ def store_counters(stats: Any) -> Result:
         "needed_bytes": demand + useful * prefetched,
         "copied_bytes": copied,
         "needed_copied_bytes": copied * used / loads if loads else 0,
-        "in_place_bytes": in_place,
-        "host_computed_bytes": in_place * sum(stats.host_computed) / max(1, sum(stats.in_place)),
+        "host_computed_bytes": sum(stats.host_computed_bytes),
         "routed": {"high": routed[0], "low": sum(routed[1:-1]), "skip": routed[-1]},
         "budget_bytes": stats.budget_bytes,
+        "locks": sum(stats.locks),
+        "transitions": stats.transitions_begun,
+        "table_writes": stats.table_writes,
+    } | {
+        f"{cause} wait": sum(phase[i] for phase in stats.waited_ns) / 1e3  # microseconds
+        for i, cause in enumerate(WAITS)
     }
+
+
+def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
+    """Return a function that returns the totals of what the process has asked of the emulated GPU
+    so far, None for a job that counts nothing. The emulated GPU completes all of it first."""
+    if not job.counts:
+        return None
+    read = ctypes.CDLL(os.environ[BACKEND]).moe_emu_counts
+    numbers = (ctypes.c_uint64 * len(COUNTS))()
+
+    def totals() -> dict[str, int]:
+        read(numbers)
+        return dict(zip(COUNTS, numbers, strict=True))
+
+    return totals
 
 
 def measure(told: dict[str, Any]) -> Result:
     """What a job as JSON came to."""
     job = Job(**told)
+    if job.counts:
+        from orchestrator.native.llama import Bindings
+
+        Bindings.load().library().in_turn(1)
     run = {"engine": run_engine, "upstream": run_upstream, "device": run_device}[job.system]
     return run(job) | {"peak_rss": peak_rss_bytes()}
 

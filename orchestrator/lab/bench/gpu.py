@@ -20,6 +20,7 @@ from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
 from orchestrator.lab.bench.cases import MIXED_AHEAD, REFERENCE, Case, paper_rows, policies
 from orchestrator.lab.bench.child import Job, prompt, settle
+from orchestrator.lab.bench.counts import count
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import (
@@ -37,8 +38,9 @@ from orchestrator.lab.bench.rows import (
     per_token,
     step,
 )
-from orchestrator.lab.table import Column, fixed, percent
+from orchestrator.lab.table import Column, Report, fixed, percent
 from orchestrator.memory.footprint import model_shape
+from orchestrator.native.abi import WAITS
 from orchestrator.runtime.load import SPARE_BYTES
 from orchestrator.settings import again, setting
 
@@ -67,6 +69,11 @@ class GpuOptions(AblationOptions):
         help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
         shown="6, 4",
     )
+    counts: bool = setting(
+        False,
+        "Count launches, waits and copies of a decode step instead of measuring. Needs --emulated.",
+    )
+    emulated: bool = setting(False, "Use a checkout's emulated GPU. Only with --counts.")
     keep: Path | None = setting(
         None,
         "Keeps the figures of each case in this folder, so that a call that was cut off goes on.",
@@ -124,9 +131,16 @@ class Gpu(Benchmark):
         Column("x TPOT", "speedup", fixed(2)),
         Column("x TTFT", "ttft_speedup", fixed(2)),
         Column("x row 1", "speedup_tpot", fixed(2)),
+        *(Column(f"{cause} wait", f"{cause} wait", fixed(0), "us/layer") for cause in WAITS),
     )
     room: Room
     cap_words = "room for {:.0%} of the experts on the GPU"
+
+    def run(self, on: Any, note: Note = lambda text: None) -> Report:
+        """Measure as every benchmark does, or count with --counts. Raises MoeEdgeError."""
+        if on.counts != on.emulated:
+            raise ConfigError("--counts and --emulated go together: give both or neither")
+        return count(on.retention, note) if on.counts else super().run(on, note)
 
     def open(self, on: GpuOptions, note: Note) -> None:
         """Raises ConfigError without a GPU, before a model is made."""
@@ -171,6 +185,8 @@ class Gpu(Benchmark):
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
         job.device = self.on.device
+        # Else low copies that a policy has not used yet would come from disk.
+        job.warm_host = case.system == "engine" and case.cap is not None
         if case.role == "probe":
             tokens = min(self.on.prompt_tokens, self.on.n_ctx - PROBE_TOKENS)
             job.parts = [prompt(tokens), settle(PROBE_TOKENS, self.on.max_seconds)]
@@ -241,6 +257,9 @@ class Gpu(Benchmark):
         if "hit_rate" in row:
             copied = [per_token(run, "copied_bytes") for run in runs]
             row["copied_bytes_per_token"] = statistics.median(copied)
+            for cause in WAITS:
+                waited = [per_token(run, f"{cause} wait") for run in runs]
+                row[f"{cause} wait"] = statistics.median(waited) / self.model.n_layers
         return row
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
@@ -262,15 +281,15 @@ class Gpu(Benchmark):
 
     def intro(self) -> list[str]:
         options, gpu = self.on, self.gpu
-        pinned, pageable, read, compute = (
+        pinned, pageable, compute = (
             ", ".join(f"{each[name] / 1e9:.2f}" for each in self.copies) + " GB/s"
             if self.copies[0][name]
             else "refused"
-            for name in ("pinned", "pageable", "read", "compute")
+            for name in ("pinned", "pageable", "compute")
         )
         return [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
-            f"{pageable} pageable; in place {read}, by the host {compute}",
+            f"{pageable} pageable; the host computes {compute}",
             f"{options.tokens} decode steps with the same {options.words} tokens for all, "
             f"{options.prompt_tokens} before them, {options.runs} runs in turn; x TPOT, x TTFT: "
             f"against upstream's best; dymoe at r = {options.retention}",
@@ -290,12 +309,12 @@ def ask_device(name: str) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """What a token of this run missed, each part at the peak of its way, at the same time. speeds:
-    of native.Bandwidths. What was read in place comes over the same link as copies, what the host
-    computed does not."""
+    """Return the milliseconds that the misses of one token need at least.
+
+    Copies to the GPU, computing on the host and reads from disk run at the same time, each at its
+    peak speed. speeds: the fields of native.Bandwidths."""
     link = speeds["pinned"] or speeds["pageable"]
     by_host = per_token(run, "host_computed_bytes")
-    in_place = per_token(run, "in_place_bytes") - by_host
-    over_link = per_token(run, "needed_copied_bytes") / link + in_place / (speeds["read"] or link)
+    over_link = per_token(run, "needed_copied_bytes") / link
     computed = by_host / speeds["compute"] if by_host else 0.0
     return float(1e3 * max(over_link, computed, per_token(run, "needed_bytes") / disk_speed))

@@ -17,14 +17,6 @@ from .emulation import build
 
 HERE = Path(__file__).parent
 
-# What a whole model needs beside the core.
-ENGINE_SOURCES = (
-    *("add-id.cu", "argsort.cu", "binbcast.cu", "concat.cu", "cpy.cu", "fwht.cu", "getrows.cu"),
-    *("mmf.cu", "mmvf.cu", "moe-weighted-reduction.cu", "norm.cu", "rope.cu", "scale.cu"),
-    *("set-rows.cu", "softmax.cu", "sumrows.cu", "topk-moe.cu", "unary.cu"),
-)
-ENGINE_TYPES = ("q2_k", "q4_k", "q8_0")
-
 
 @pytest.fixture(scope="session")
 def emulated_backend(library_folder, llama_source):
@@ -60,7 +52,7 @@ class Device:
     @property
     def library(self):
         """What engine_driver.py loads, with all that a whole model needs."""
-        return self.backend(ENGINE_TYPES, ENGINE_SOURCES) if self.emulated else "-"
+        return self.backend(build.MODEL_TYPES, build.MODEL_SOURCES) if self.emulated else "-"
 
     def run(self, name, *arguments, types=(), more=(), delay_us=0):
         """NAME.cpp with a CUDA backend; delay_us: at most, of each task of the emulated GPU."""

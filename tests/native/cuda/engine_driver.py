@@ -143,7 +143,6 @@ def decode(library, job):
             found["copied"] = sum(stats.copy_bytes)
             found["came"] = bytes_that_came(e, at_first)
             found["cold"] = sum(map(sum, (phase[1:] for phase in stats.computed)))
-            found["in_place"] = sum(stats.in_place)
             found["host_computed"] = sum(stats.host_computed)
             found["misses"] = e.inside.store.misses()
     return found

@@ -130,6 +130,7 @@ inline const moe_edge_ops resident::operations = {
         static moe_edge_workers workers(2);
         workers.multiply(products);
     },
+    [](moe_edge_matrix *, int32_t, uint64_t) {},
 };
 
 // down(silu(gate(x)) * up(x)) as a graph; down only where `with_down`.

@@ -12,8 +12,8 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
     const std::vector<int32_t> high(w[0]->s.experts, 0);
     std::vector<int32_t> one_differs = high;
     for (const int64_t tokens : { 1, 3, 8, 9, 40 }) {
-        for (const std::string how : { "same", "hooked", "other", "late", "read", "hosted", "one hosted" }) {
-            if (tokens > MOE_EDGE_IN_PLACE_TOKENS && (how == "read" || how == "hosted" || how == "one hosted")) {
+        for (const std::string how : { "same", "hooked", "other", "late", "hosted", "one hosted" }) {
+            if (tokens > MOE_EDGE_IN_PLACE_TOKENS && (how == "hosted" || how == "one hosted")) {
                 continue;
             }
             std::vector<std::unique_ptr<resident>> own;
@@ -32,7 +32,7 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
             }
             m[1]->set(tier_of);
             m[1]->late = how == "late";
-            m[0]->odd = m[2]->odd = how == "read" ? MOE_EDGE_MISS_READ : how == "hosted" ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY;
+            m[0]->odd = m[2]->odd = how == "hosted" ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_COPY;
             m[1]->odd = how == "one hosted" ? MOE_EDGE_MISS_COMPUTE : m[0]->odd;
             const auto routed = b.distinct();
             const bool hosted = m[1]->odd == MOE_EDGE_MISS_COMPUTE && std::any_of(routed.begin(), routed.end(),

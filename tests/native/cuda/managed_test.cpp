@@ -99,7 +99,7 @@ class fake_store {
     moe_edge_matrix matrix;
     std::vector<int32_t> tier_of;  // the decision: a tier, or SKIP
     bool few = true;               // tokens: with more of them nothing is used in place
-    uint64_t loads = 0, hits = 0, skips = 0, reads = 0, hosted = 0;
+    uint64_t loads = 0, hits = 0, skips = 0, hosted = 0;
 
   private:
     struct slot {
@@ -159,8 +159,8 @@ class fake_store {
         }
         if (set.in_place && few && slot_of(e, t) < 0 && random() % 2) {
             out.data  = source(e, t);
-            out.place = set.pageable || random() % 2 ? MOE_EDGE_MISS_COMPUTE : MOE_EDGE_MISS_READ;
-            (out.place == MOE_EDGE_MISS_READ ? reads : hosted)++;
+            out.place = MOE_EDGE_MISS_COMPUTE;
+            hosted++;
             return true;
         }
         const bool hit = slot_of(e, t) >= 0;
@@ -207,9 +207,6 @@ class fake_store {
 
     void release(const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) {
         for (int32_t i = 0; i < n; i++) {
-            if (ready[i].place == MOE_EDGE_MISS_READ && after == 0) {
-                die("a kernel may still read what was released");
-            }
             const int32_t t = tier_of[ready[i].expert];
             const auto * data = static_cast<const char *>(ready[i].data);
             if (t == SKIP || data < memory + start[t] || data > place(t, set.slots - 1)) {
@@ -249,6 +246,7 @@ const moe_edge_ops fake_store::operations = {
         static moe_edge_workers workers(2);
         workers.multiply(products);
     },
+    [](moe_edge_matrix *, int32_t, uint64_t) {},
 };
 
 // A managed tensor and the ops that use it, kept by their shapes.
@@ -355,7 +353,7 @@ void test_random(const gpu & g, int steps, const std::string & tiers, broken how
     const shape s{ 256, 32, 8, 2 };
     const expert_weights w(s, parse_tiers(tiers), random);
     comparison all;
-    uint64_t loads = 0, hits = 0, skips = 0, reads = 0, hosted = 0;
+    uint64_t loads = 0, hits = 0, skips = 0, hosted = 0;
     int done = 0;
     for (int round = 0; done < steps; round++) {
         settings set;
@@ -380,15 +378,14 @@ void test_random(const gpu & g, int steps, const std::string & tiers, broken how
         loads += store.loads;
         hits += store.hits;
         skips += store.skips;
-        reads += store.reads;
         hosted += store.hosted;
     }
-    if (done >= 600 && (reads == 0 || hosted == 0)) {
-        die("nothing was used in place");
+    if (done >= 600 && hosted == 0) {
+        die("the host computed nothing");
     }
-    printf("%s: %d steps, no wrong row: NMSE %.2e, %llu loads, %llu hits, %llu skips, %llu read in place, %llu computed on the host\n",
+    printf("%s: %d steps, no wrong row: NMSE %.2e, %llu loads, %llu hits, %llu skips, %llu computed on the host\n",
         tiers.c_str(), done, all.nmse(tiers), (unsigned long long) loads, (unsigned long long) hits, (unsigned long long) skips,
-        (unsigned long long) reads, (unsigned long long) hosted);
+        (unsigned long long) hosted);
 }
 
 }  // namespace

@@ -78,30 +78,26 @@ def test_decodes_as_on_the_host(runs, name):
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
 def test_misses_by_choice(runs, name):
-    """Read in place, computed by the host, each by the speeds measured: the same answer."""
+    """Misses that the host computes, and misses by measured speeds, give the same answer."""
     # else what is there by now is computed with
     options = {**POLICIES[name], "exact_tiers": name == "dymoe"}
     wanted = runs.on_host(6, **options)
-    for misses in ("read", "compute", "auto"):
+    for misses in ("compute", "auto"):
         found = runs.on_gpu(6, **options, answer=wanted["tokens"], misses=misses)
         assert_same_answer(found, wanted)
         assert not found["over_budget"] and found["misses"] == misses
-        if misses != "auto":
-            assert found["in_place"] > 0
-            assert found["host_computed"] == (found["in_place"] if misses == "compute" else 0)
+        assert misses == "auto" or found["host_computed"] > 0
 
 
 def test_pinned_memory_that_kernels_cannot_reach(runs, emulated, monkeypatch):
-    """Some drivers give it another address on the device: it is copied from, never read in
-    place."""
+    """If a driver gives pinned memory another address on the device, kernels never read it."""
     wanted = runs.on_host(3, **POLICIES["lru"])
     monkeypatch.setenv("MOE_EMU_SAME_ADDRESS", "0")
-    for misses, served in (("read", "copy"), ("compute", "compute"), ("auto", "auto")):
+    for misses in ("copy", "compute", "auto"):
         found = runs.on_gpu(3, **POLICIES["lru"], answer=wanted["tokens"], misses=misses)
         assert_same_answer(found, wanted)
-        assert found["misses"] == served and "not pinned" not in found["mode"]
-        assert found["in_place"] == found["host_computed"]
-    assert found["copied"] > 0
+        assert found["misses"] == misses and "not pinned" not in found["mode"]
+        assert misses != "copy" or found["copied"] > 0
 
 
 def test_one_tier_is_lossless(runs):

@@ -42,6 +42,14 @@ ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 # Enough for MUL_MAT_ID of the types whose MMQ instances are added.
 CORE = ("ggml-cuda.cu", "convert.cu", "mmid.cu", "mmq.cu", "mmvq.cu", "quantize.cu")
 
+# What a whole model needs beside the core.
+MODEL_SOURCES = (
+    *("add-id.cu", "argsort.cu", "binbcast.cu", "concat.cu", "cpy.cu", "fwht.cu", "getrows.cu"),
+    *("mmf.cu", "mmvf.cu", "moe-weighted-reduction.cu", "norm.cu", "rope.cu", "scale.cu"),
+    *("set-rows.cu", "softmax.cu", "sumrows.cu", "topk-moe.cu", "unary.cu"),
+)
+MODEL_TYPES = ("q2_k", "q4_k", "q8_0")
+
 
 @dataclass(frozen=True)
 class Compiler:

@@ -33,7 +33,12 @@
 //   MOE_EMU_FAIL=N    the Nth kernel leaves its memory: every call fails from then on (default never)
 //   MOE_EMU_FULL=N    the Nth allocation finds no memory, nor does any behind it (default never)
 //   MOE_EMU_SAME_ADDRESS=0  kernels do not find pinned memory at the host's own address (default 1)
+//   MOE_EMU_COUNT=1   count what the host asks for (moe_emu_counts); see below (default 0)
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
+
+// With MOE_EMU_COUNT=1 every run counts the same: a kernel is computed before its launch returns, and a copy is done
+// only when the host waits for it, when a kernel of its stream or one that waits for its event is launched, or when
+// moe_emu_counts() is called.
 
 #include "cublas_v2.h"
 #include "cuda_bf16.h"
@@ -88,6 +93,12 @@ uint64_t setting(const char * name, uint64_t otherwise) {
 const int most_blocks = std::clamp<int>(setting("MOE_EMU_BLOCKS", 4), 1, MAX_BLOCKS);
 
 std::atomic<uint64_t> delay_us{ setting("MOE_EMU_DELAY_US", 0) };
+
+// What the host has asked for: see moe_emu_counts().
+const bool counting = setting("MOE_EMU_COUNT", 0) != 0;
+struct {
+    std::atomic<uint64_t> kernels { 0 }, graphs { 0 }, waits { 0 }, copies[2] = {}, bytes[2] = {};  // to the device, to the host
+} counted;
 
 std::mt19937_64 seeded() {
     static std::atomic<uint64_t> n{ 0 };
@@ -495,17 +506,19 @@ unsigned int lanes_met() { return now->warps[current / WARP].met; }
 
 // ---- streams and events ----
 
+struct stream;
+
 struct moment {
     std::mutex lock;
     std::condition_variable changed;
     uint64_t recorded = 0, passed = 0;
     bool captured = false;  // the last record went into a graph
+    stream * on   = nullptr;  // where it was recorded last, and as which task there
+    uint64_t task = 0;
+    int queries   = 0;  // since it was recorded, that found it not passed
     std::chrono::steady_clock::time_point at;
 
-    void wait(uint64_t n) {
-        std::unique_lock<std::mutex> held(lock);
-        changed.wait(held, [&] { return passed >= n; });
-    }
+    void wait(uint64_t n);
 };
 
 struct event {
@@ -530,6 +543,8 @@ struct stream {
     std::condition_variable changed;
     std::deque<task> queue;
     uint64_t asked = 0, done = 0;
+    uint64_t due   = counting ? 0 : UINT64_MAX;  // tasks up to this one are done now
+    uint64_t known = 0;  // the host has waited for tasks up to this one
     bool stop = false;
     std::unique_ptr<graph> capture;
     std::thread worker{ [this] { work(); } };
@@ -538,7 +553,7 @@ struct stream {
         std::mt19937_64 random = seeded();
         std::unique_lock<std::mutex> held(lock);
         for (;;) {
-            changed.wait(held, [&] { return stop || !queue.empty(); });
+            changed.wait(held, [&] { return stop || (!queue.empty() && done < due); });
             if (queue.empty()) {
                 return;
             }
@@ -576,6 +591,11 @@ struct stream {
         return capture != nullptr;
     }
 
+    uint64_t last_task() {
+        std::lock_guard<std::mutex> held(lock);
+        return asked;
+    }
+
     void drain() {
         std::unique_lock<std::mutex> held(lock);
         if (capture) {
@@ -583,18 +603,68 @@ struct stream {
             abort();
         }
         const uint64_t n = asked;
+        want(n);
         changed.wait(held, [&] { return done >= n; });
+    }
+
+    // The host waits for task n: a wait that counts, unless an earlier one was for as much.
+    void host_waits(uint64_t n) {
+        std::lock_guard<std::mutex> held(lock);
+        counted.waits += n > known;
+        known = std::max(known, n);
+    }
+
+    // The host waits for all that was asked for.
+    void synchronize() {
+        uint64_t n;
+        {
+            std::lock_guard<std::mutex> held(lock);
+            n = asked;
+        }
+        host_waits(n);
+        drain();
+    }
+
+    // Tasks up to n may be done. With the lock.
+    void want(uint64_t n) {
+        if (counting && due < n) {
+            due = n;
+            changed.notify_all();
+        }
+    }
+
+    // A kernel was launched, or a graph.
+    void computes() {
+        if (counting && !capturing()) {
+            drain();
+        }
     }
 
     void end() {
         {
             std::lock_guard<std::mutex> held(lock);
             stop = true;
+            due  = UINT64_MAX;
             changed.notify_all();
         }
         worker.join();
     }
 };
+
+void moment::wait(uint64_t n) {
+    std::unique_lock<std::mutex> held(lock);
+    if (counting && passed < n && on) {
+        stream & where = *on;
+        const uint64_t until = task;
+        held.unlock();
+        {
+            std::lock_guard<std::mutex> other(where.lock);
+            where.want(until);
+        }
+        held.lock();
+    }
+    changed.wait(held, [&] { return passed >= n; });
+}
 
 namespace {
 
@@ -734,6 +804,11 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
     if ((source == PAGEABLE || target == PAGEABLE) && on->capturing()) {
         misused("a copy from or to pageable memory is captured");
     }
+    if (to_device != from_device || kind == cudaMemcpyDefault) {
+        const int way = target == ON_DEVICE ? 0 : 1;
+        counted.copies[way]++;
+        counted.bytes[way] += width * height;
+    }
     if (source == PAGEABLE) {
         auto staged = std::make_shared<std::vector<char>>(width * height);
         for (size_t y = 0; y < height; y++) {
@@ -744,7 +819,7 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
         on->add([=] { move(from, from_pitch); });
     }
     if (target == PAGEABLE) {
-        on->drain();
+        on->synchronize();
         MOE_EMU_LOST();
     }
     return cudaSuccess;
@@ -802,7 +877,11 @@ void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStrea
     if (count(kernel)) {
         load_module();
     }
-    on->add([=]() mutable { run_kernel(kernel, grid, block, shared, thread); });
+    on->add([=]() mutable {
+        counted.kernels++;
+        run_kernel(kernel, grid, block, shared, thread);
+    });
+    on->computes();
 }
 
 bool same_address() {
@@ -848,6 +927,14 @@ __attribute__((visibility("default"))) void moe_emu_refuse_pin(int64_t nth) { mo
 __attribute__((visibility("default"))) uint64_t moe_emu_used_bytes() {
     std::lock_guard<std::mutex> held(moe_emu::the().lock);
     return moe_emu::the().used[0];
+}
+// What was asked for so far: [kernels, graph launches, waits of the host, copies to the device, their bytes, copies to
+// the host, their bytes]. All that was asked for is done when this returns.
+__attribute__((visibility("default"))) void moe_emu_counts(uint64_t * out) {
+    moe_emu::drain_all();
+    const auto & c = moe_emu::counted;
+    const uint64_t all[] = { c.kernels, c.graphs, c.waits, c.copies[0], c.bytes[0], c.copies[1], c.bytes[1] };
+    std::copy(std::begin(all), std::end(all), out);
 }
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
@@ -1091,7 +1178,7 @@ cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKin
     }
     const cudaError_t e = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
     if (!returns) {
-        resolve(nullptr)->drain();
+        resolve(nullptr)->synchronize();
     }
     return e;
 }
@@ -1153,7 +1240,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
-    resolve(s)->drain();
+    resolve(s)->synchronize();
     MOE_EMU_LOST();
     return cudaSuccess;
 }
@@ -1231,9 +1318,11 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
     MOE_EMU_LOST();
     stream * on = resolve(s);
     count("cudaGraphLaunch");
+    counted.graphs++;
     for (const task & t : e->tasks) {
         on->add(t);
     }
+    on->computes();
     return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
@@ -1261,6 +1350,13 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
         m->at     = std::chrono::steady_clock::now();
         m->changed.notify_all();
     });
+    if (counting && !capturing) {
+        const uint64_t task = on->last_task();
+        std::lock_guard<std::mutex> held(e->m->lock);
+        e->m->on      = on;
+        e->m->task    = task;
+        e->m->queries = 0;
+    }
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
@@ -1268,20 +1364,31 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
     if (e->device != current_device) {
         misused("a thread with another current device asks for an event, and makes that device ready for use");
     }
-    std::lock_guard<std::mutex> held(e->m->lock);
+    std::unique_lock<std::mutex> held(e->m->lock);
     if (e->m->captured) {
         misused("an event of a capture is asked for");
+    }
+    constexpr int MANY = 100;
+    if (counting && e->m->passed < e->m->recorded && ++e->m->queries > MANY) {  // the host waits in a loop
+        held.unlock();
+        return cudaEventSynchronize(e);
     }
     return e->m->passed >= e->m->recorded ? cudaSuccess : failed(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
-    uint64_t n;
+    uint64_t n, task;
+    stream * on;
     {
         std::lock_guard<std::mutex> held(e->m->lock);
         if (e->m->captured) {
             misused("an event of a capture is waited for");
         }
         n = e->m->recorded;
+        on = e->m->on;
+        task = e->m->task;
+    }
+    if (counting && on && n > 0) {
+        on->host_waits(task);
     }
     e->m->wait(n);
     MOE_EMU_LOST();
@@ -1353,7 +1460,11 @@ cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cublasOper
     void * c, cudaDataType_t type_c, int ldc, cublasComputeType_t compute, cublasGemmAlgo_t) {
     const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
     count("cublasGemmEx");
-    resolve(h->stream)->add([=] { g.run(a, b, c); });
+    resolve(h->stream)->add([=] {
+        counted.kernels++;
+        g.run(a, b, c);
+    });
+    resolve(h->stream)->computes();
     return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasSgemm(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const float * alpha,
@@ -1377,9 +1488,11 @@ cublasStatus_t cublasGemmBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cub
     const gemm g{ op_a, op_b, m, n, k, lda, ldb, ldc, type_a, type_b, type_c, scale(alpha, compute), scale(beta, compute) };
     // The arrays of pointers are in device memory.
     resolve(h->stream)->add([=] {
+        counted.kernels++;
         for (int i = 0; i < count; i++) {
             g.run(a[i], b[i], c[i]);
         }
     });
+    resolve(h->stream)->computes();
     return CUBLAS_STATUS_SUCCESS;
 }

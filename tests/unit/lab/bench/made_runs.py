@@ -1,5 +1,7 @@
 """Made-up runs, as processes print them, and the rows of a report."""
 
+from orchestrator.native.abi import WAITS
+
 
 def part(name, ms, tokens=None, **store):
     """A part of a run whose steps took ms. store: what was counted, where there was one."""
@@ -15,8 +17,8 @@ def part(name, ms, tokens=None, **store):
         "used_ahead": 0.0,
         "copied_bytes": 0,
         "needed_copied_bytes": 0,
-        "in_place_bytes": 0,
         "host_computed_bytes": 0,
+        **{f"{cause} wait": 0.0 for cause in WAITS},
         "routed": {"high": 4, "low": 0, "skip": 0},
         "budget_bytes": 2**20,
     } | store

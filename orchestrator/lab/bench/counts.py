@@ -1,0 +1,191 @@
+"""`moe-edge bench gpu --emulated --counts`: what a decode step asks of the GPU.
+
+The emulated GPU has no speed, but it counts: kernel launches, waits of the host, and copies. The
+store counts its transitions, its table writes and how often the decoding thread takes its lock. In
+this mode reads and copies are done in turn, so every run counts the same
+(`tests/native/cuda/counts.json`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
+from orchestrator.errors import ConfigError, MoeEdgeError
+from orchestrator.lab.bench.cases import MANAGED, REFERENCE, Case, paper_rows, policies
+from orchestrator.lab.bench.child import (
+    BACKEND,
+    COUNTS,
+    DECODE,
+    Job,
+    Part,
+    decode,
+    longest_context,
+    prompt,
+    settle,
+)
+from orchestrator.lab.bench.models import HIGH, LOW, Note
+from orchestrator.lab.bench.rows import NAME, Result, named
+from orchestrator.lab.children import run_child
+from orchestrator.lab.table import Column, Report, Table, fixed
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = ROOT / "tests/native/cuda"  # of a checkout
+# As many experts as Qwen3-30B, and matrices as small as their types allow: kernels are computed on
+# the CPU, and their sizes do not change what is launched.
+SHAPE = replace(synthetic.preset("tiny-qwen3moe"), n_layer=3, n_expert=128, n_expert_used=8)
+SHARE = 0.25  # of the experts on the GPU
+PROMPT_TOKENS, SETTLE_STEPS, STEPS = 8, 3, 4
+SECONDS = 1800.0  # the emulated GPU is slow
+UPSTREAM = "upstream, all on GPU"
+STORE = {
+    "transitions": "transitions",
+    "table writes": "table_writes",
+    "locks": "locks",
+    "disk bytes": "bytes",
+}
+FIGURES = (*COUNTS, *STORE)
+
+
+def cases(model: ExpertModel, retention: float) -> list[Case]:
+    """Everything on the GPU: upstream, static tables, and a policy that is asked in each layer,
+    without look-ahead and with it. Then, with a share of the experts, the rows of DyMoE's Table 3
+    and DynaExq."""
+    everything = [
+        Case(UPSTREAM, "upstream", settings={"gpu": 0}),
+        replace(REFERENCE, name=f"{MANAGED}, static tables"),
+        *(
+            Case(
+                f"all on GPU, policy asked, look-ahead {ahead}",
+                "engine",
+                settings={"policy": "dymoe", "retention": 1.0, "prefetch": ahead},
+            )
+            for ahead in ("off", "on")
+        ),
+    ]
+    *_, dynaexq = policies(SHARE, retention)
+    slots = int(SHARE * model.tier_bytes[0])
+    capped = [
+        case if case.one_token else replace(case, settings=case.settings | {"expert_ram": slots})
+        for case in (*paper_rows(SHARE, retention), dynaexq)
+    ]
+    return everything + capped
+
+
+def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
+    """What the process of a case is told."""
+    parts: list[Part] = [
+        prompt(PROMPT_TOKENS),
+        settle(SETTLE_STEPS, SECONDS),
+        decode(STEPS, SECONDS),
+    ]
+    settings = dict(case.settings)
+    if case.system == "engine":
+        settings |= {"device": "cuda0", "misses": "copy", "io_threads": 1}
+        if case.one_token:
+            settings["expert_ram"] = token_bytes(model)
+    return Job(
+        system=case.system,
+        model=str(high),
+        low=str(low) if settings.get("low_tier") == LOW else None,
+        settings=settings,
+        n_ctx=longest_context(parts),
+        n_ubatch=PROMPT_TOKENS,
+        threads=1,
+        parts=parts,
+        seed=0,
+        warm=case.system == "engine" and case.cap is None,
+        warm_host=case.system == "engine" and case.cap is not None,
+        counts=True,
+    )
+
+
+def token_bytes(model: ExpertModel) -> int:
+    """Bytes of the expert slots that one token needs in one layer."""
+    share = model.n_expert_used / model.n_expert / model.n_layers
+    return 2 * int(share * model.tier_bytes[0])
+
+
+def figures(case: Case, run: Result, n_layers: int) -> Result:
+    """The counts of one case for each layer and decoded token."""
+    row: Result = {"name": case.name}
+    if "error" in run:
+        return row | {"error": run["error"]}
+    (part,) = named(run, DECODE)
+    found = dict(part["counts"])
+    if "store" in part:
+        found |= {name: part["store"][key] for name, key in STORE.items()}
+    shares = {name: found[name] / part["tokens"] / n_layers for name in FIGURES if name in found}
+    return row | {name: round(share, 3) for name, share in shares.items()}
+
+
+@contextmanager
+def emulated_gpu(library: Path) -> Iterator[None]:
+    """Let the processes that are started meanwhile find the emulated GPU, which counts."""
+    path = os.pathsep.join(filter(None, (str(TESTS / "site"), os.environ.get("PYTHONPATH", ""))))
+    added = {BACKEND: str(library), "PYTHONPATH": path, "MOE_EMU_COUNT": "1"}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def build_emulation() -> Path:
+    """Compile what is missing of the emulated GPU, and return its library. Raises MoeEdgeError."""
+    if not TESTS.is_dir():
+        raise ConfigError("--emulated is for a checkout: the emulated GPU is part of its tests")
+    command = [sys.executable, "-m", "tests.native.cuda.emulation"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise MoeEdgeError(f"the emulated GPU cannot be built: {lines[-1]}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def count_rows(
+    library: Path, retention: float, note: Note, only: Sequence[str] = ()
+) -> list[Result]:
+    """Count every case, each in a process of its own. only: cases whose names have one of these
+    words, all without words."""
+    rows: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="moe-edge-counts-") as folder, emulated_gpu(library):
+        high, low = (
+            synthetic.write(Path(folder) / f"{tier}.gguf", SHAPE, tiers=(tier,), routing="zipf")
+            for tier in (HIGH, LOW)
+        )
+        with ExpertModel.open(high) as model:
+            for case in cases(model, retention):
+                if only and not any(word in case.name for word in only):
+                    continue
+                note(case.name)
+                told: Any = job(case, high, low, model)
+                run = run_child("orchestrator.lab.bench.child", told, SECONDS)
+                rows.append(figures(case, run, model.n_layers))
+    return rows
+
+
+def count(retention: float, note: Note) -> Report:
+    """Count all cases on the emulated GPU. Raises MoeEdgeError."""
+    rows = count_rows(build_emulation(), retention, note)
+    columns = (NAME, *(Column(name, name, fixed(2)) for name in FIGURES))
+    title = f"for each layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
+    heading = [
+        f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "
+        f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS}",
+        f"rows 1 to 6: Table 3 of DyMoE, {SHARE:.0%} of the experts on the GPU, dymoe at r = "
+        f"{retention}; before the first step, host memory holds the experts in both precisions",
+        "the counts of embedding and output are divided among the layers; misses are copied",
+    ]
+    return Report(heading, [Table(title, columns, rows)], [])
