@@ -33,7 +33,7 @@ def need_our_build() -> None:
     """Exit with a message, which pip and uv show, if moe-edge's llama.cpp is not installed.
 
     pip runs this in the target environment's Python, but hides its packages. So their folders are
-    searched explicitly. Other installers run it in a separate environment, where the check fails.
+    searched explicitly. Other installers use a separate environment, in which the check fails.
     """
     upstream = read_upstream()
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]

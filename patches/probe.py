@@ -203,7 +203,7 @@ def find_gpu() -> tuple[bool, str]:
             return False, "nvidia-smi does not answer"
         if done.returncode == 0 and done.stdout.startswith("GPU "):
             return True, done.stdout.splitlines()[0].split(" (UUID")[0]
-        return False, f"nvidia-smi finds none: {(done.stdout + done.stderr).strip()[:80]}"
+        return False, f"nvidia-smi finds no GPU: {(done.stdout + done.stderr).strip()[:80]}"
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return True, "an NVIDIA driver is loaded"
     return False, "no NVIDIA driver is loaded"

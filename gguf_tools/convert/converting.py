@@ -56,7 +56,7 @@ def check_arguments(
     if path.is_dir():
         raise WriteError(f"{path}: is a folder: choose a file name")
     if not path.parent.is_dir():
-        raise WriteError(f"{path}: the folder {path.parent} does not exist")
+        raise WriteError(f"{path}: the folder {path.parent} does not exist: create it")
     if not os.access(path.parent, os.W_OK):
         raise WriteError(f"{path}: no permission to write to the folder {path.parent}")
 

@@ -28,7 +28,9 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         architecture(first)
         return [first]
     if n_parts > MAX_PARTS:
-        raise errors.CountError(f"{first.path}: key {KEY_SPLIT_COUNT}: {n_parts} parts")
+        raise errors.CountError(
+            f"{first.path}: key {KEY_SPLIT_COUNT}: {n_parts} parts, but the maximum is {MAX_PARTS}"
+        )
     number = metadata_value(first, KEY_SPLIT_NO, int, 0)
     match = SPLIT_NAME.fullmatch(first.path.name)
     if match is None or int(match[3]) != n_parts:
@@ -53,13 +55,16 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         part = _open_part(first, index, n_parts, f"{match[1]}-{index + 1:05d}-of-{match[3]}.gguf")
         for name in part.tensors:
             if name in names:
-                raise errors.DuplicateError(f"{part.path}: tensor {name}: also in {names[name]}")
+                raise errors.DuplicateError(
+                    f"{part.path}: tensor {name}: the tensor is also in {names[name]}"
+                )
         names.update(dict.fromkeys(part.tensors, part.path))
         files.append(part)
     total = metadata_value(first, KEY_SPLIT_TENSORS, int, len(names))
     if total != len(names):
         raise errors.SplitError(
-            f"{first.path}: key {KEY_SPLIT_TENSORS}: {total}, but the parts hold {len(names)}"
+            f"{first.path}: key {KEY_SPLIT_TENSORS}: {total}, but the parts have {len(names)}"
+            " tensors"
         )
     return files
 

@@ -125,7 +125,7 @@ def test_refusals(ggml):
     assert (ggml.dequantize(GGMLType.F32, ggml.quantize(GGMLType.F32, values), 256) == values).all()
     with pytest.raises(QuantizeError, match="i32"):
         ggml.dequantize(GGMLType.I32, np.zeros(256, np.uint8), 64)
-    with pytest.raises(QuantizeError, match="whole rows"):
+    with pytest.raises(QuantizeError, match="a whole number of rows"):
         ggml.dequantize(GGMLType.F16, np.zeros(130, np.uint8), 64)
 
 
