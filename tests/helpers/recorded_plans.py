@@ -257,7 +257,7 @@ def outcome(row: dict[str, Any]) -> dict[str, Any]:
     try:
         made = planned(row)
     except MoeEdgeError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": type(error).__name__}
     if isinstance(made, Refusal):
         return {"refused": made.text, "needs": made.needed_bytes}
     found: dict[str, Any] = {

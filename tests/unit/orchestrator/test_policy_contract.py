@@ -12,6 +12,7 @@ from shapes import five_tiers, make_shape, placed
 from tables import cases
 
 import orchestrator
+from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.memory.machine import Machine
@@ -19,6 +20,7 @@ from orchestrator.memory.plan import Refusal, plan, planned
 from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
+from orchestrator.runtime.load import Loader
 
 ROOT = Path(orchestrator.__file__).parent
 # What a policy has of its placement and its declaration, beside the members that it may write.
@@ -101,6 +103,27 @@ def test_a_plan_makes_no_policy(monkeypatch):
         for name in POLICIES:
             config = Config.build(model=of.path, policy=name, ram=(60 + row["row"]) << 20)
             plan(PlanRequest.of(config), of, Machine(1 << 40))
+
+
+@pytest.mark.parametrize("name", [None, "dymoe", "mixed"])
+def test_one_start_makes_one_policy(bindings, tiny_model, monkeypatch, name):
+    """With the plans that are compared before it."""
+    path, made = tiny_model("qwen3moe", "q4_k", "q2_k"), []
+    begin = Policy.__init__
+    monkeypatch.setattr(
+        Policy, "__init__", lambda self, placement: (made.append(self), begin(self, placement))[1]
+    )
+    config = Config.build(model=path, policy=name, ctx=256, threads=1, force_managed=True)
+    with ExpertModel.open(path) as opened:
+        loader = Loader(config, opened)
+        runs = loader.planner.runs(config)
+        loader.planner.least(config)
+        assert made == []
+        loaded = loader.load(runs)
+        try:
+            assert made == [loaded.driver.policy]
+        finally:
+            loaded.close()
 
 
 def test_a_refusal_names_the_limit_that_works_and_the_option():
