@@ -109,9 +109,10 @@ def fault_of_layers(name, target):
     if top == "patches" and not name.startswith("patches"):
         return "the build tool"
     if top == "models" and not name.startswith("models"):
-        return "the demo's training code"
-    if f"{target}.".startswith(LAB) and not f"{name}.".startswith((LAB, "orchestrator.cli.")):
-        return "what measures; the command line alone does, where a command asks for it"
+        return "scripts that make models"
+    users = (LAB, "orchestrator.cli.", "models.")
+    if f"{target}.".startswith(LAB) and not f"{name}.".startswith(users):
+        return "code that measures; only commands and the models' own scripts import it"
     if top not in ("gguf_tools", "orchestrator"):
         return None
     if name == "orchestrator" or name.startswith("models"):
