@@ -42,7 +42,7 @@ class moe_edge_pool {
         moe_edge_ticket behind = 0;   // the ticket that this copy had to wait for
     };
 
-    // What the slots hold; constant after the store is created.
+    // Properties of the slots; constant after the store is created.
     uint64_t slot_bytes  = 0;
     int32_t  kind        = -1;
     int32_t  tier        = -1;     // tier of its slices; if there are several, the last one added
