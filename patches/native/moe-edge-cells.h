@@ -163,7 +163,8 @@ class moe_edge_cell {
     // Whether it appears in prefetch list number `list` or a later one.
     bool foreseen_since(uint64_t list) const { return in_list >= list; }
 
-    // ---- state changes Records a request of the step. Returns whether it is the step's first request for this entry.
+    // ---- state changes
+    // Records a request of the step. Returns whether it is the step's first request for this entry.
     bool decide(uint8_t tier, bool passing) {
         const bool first = !asked;
         asked       = true;

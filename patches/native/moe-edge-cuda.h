@@ -40,6 +40,7 @@ bool moe_edge_cuda_pool_shrank(const ggml_backend_cuda_context & ctx);
 // Must be called before the backend is destroyed, while its streams and its pool still exist.
 void moe_edge_cuda_forget(const ggml_backend_cuda_context & ctx);
 
-// Returns a function by name, or null for other names: "moe_edge_device": moe_edge_device * (*)(int index), which
-// returns null if there is no such device; "moe_edge_buffer_type": ggml_backend_buffer_type_t (*)(int index).
+// Returns a function by name, or null for other names:
+//   "moe_edge_device": moe_edge_device * (*)(int index), which returns null if there is no such device
+//   "moe_edge_buffer_type": ggml_backend_buffer_type_t (*)(int index)
 void * moe_edge_cuda_proc_address(const char * name);

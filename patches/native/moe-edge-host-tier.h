@@ -52,8 +52,8 @@ class moe_edge_host_tier {
     // Makes the slice the most recently used one, if it is here. Called when its copy on the device is evicted.
     void    touch(int32_t slice);
 
-    // Reserves a slot that will be held until an op has used its contents. Ops of earlier layers may wait for slots
-    // held by later ones: returns false if too few slots would remain for loads that end without an op.
+    // Lends a slot that stays held until an op has used its contents. Ops may wait for each other's lent slots, so this
+    // returns false if too few slots would remain for loads that end without an op.
     bool    lend(int32_t size_class);
     void    take_back(int32_t size_class) { lists[size_class].lent--; }
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }

@@ -209,7 +209,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     // Whether a policy decides in the steps of this phase.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
-    // The functions below require the mutex. copies from the host tier (moe-edge-staging.cpp)
+    // The functions below require the mutex.
+    // copies from the host tier (moe-edge-staging.cpp)
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
     moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
     void    copy_loop();

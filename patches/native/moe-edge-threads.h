@@ -3,9 +3,9 @@
 // The threads that compute a token meet at hundreds of barriers. If other processes take cores, each barrier waits for
 // the thread that waits longest for a core, and fewer threads are faster. Therefore, if threads are often runnable
 // without a core, a period of several steps is tried with fewer threads; if they are not, a period with more. The
-// faster number is kept. Nothing is tried on an idle machine with all threads. I/O threads take cores, too, which can
-// look like another process. So if fewer than all threads are used, larger numbers are tried even if threads often
-// wait.
+// faster number is kept. On an idle machine all threads are used and no other number is tried. I/O threads take cores,
+// too, which can look like another process. So while fewer than all threads are used, larger numbers are tried even if
+// threads often wait.
 
 #pragma once
 

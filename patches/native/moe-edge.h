@@ -63,6 +63,7 @@ enum moe_edge_kind {
     MOE_EDGE_N_KINDS = 4,
 };
 
+// The phase of a token or a step. A step with at least one prompt token is prefill.
 enum moe_edge_phase {
     MOE_EDGE_PREFILL = 0,
     MOE_EDGE_DECODE  = 1,
@@ -89,12 +90,12 @@ enum moe_edge_miss {
     MOE_EDGE_MISS_AUTO    = 3,  // for each expert, the choice with which its layer is expected to finish first
 };
 
-// The location of the experts of one (layer, kind, tier): expert e is stored in the bytes [offset + e*expert_bytes,
-// offset + (e+1)*expert_bytes) of files[file].
+// The location of the experts of one (layer, kind, tier). Expert e starts at byte offset + e*expert_bytes of
+// files[file].
 struct moe_edge_slices {
     uint64_t offset;
     uint64_t expert_bytes;  // 0: the layer has no such matrix
-    int32_t  file;
+    int32_t  file;          // index in moe_edge_config.files
     int32_t  type;          // enum ggml_type
     int32_t  group;         // index of the slot group that holds these slices
     int32_t  interleaved_rows;  // 0: slots hold the bytes of the file. Otherwise the number of rows of the matrix, and
@@ -148,15 +149,15 @@ struct moe_edge_config {
     int32_t  n_layers;
     int32_t  n_groups;
     int32_t  n_tiers;         // tier 0 is the best
-    int32_t  n_expert;
-    int32_t  n_expert_used;
+    int32_t  n_expert;        // experts per layer
+    int32_t  n_expert_used;   // k: the most experts that a token uses in a layer
     int32_t  max_tokens;      // n_ubatch: the most tokens in one route event. A larger event is not reported, and its
                               // experts are computed in the default tier.
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  importance_window;  // token importance is computed from the last W queries of each prompt in a step. 0:
-                                 // none. -1: from all queries, which is not possible with flash attention.
+    int32_t  importance_window;  // token importance is computed from the last W queries of each prompt in a step.
+                                 // 0: none. -1: from all queries, which is not possible with flash attention.
     int32_t  reserved;
 };
 
@@ -208,7 +209,7 @@ struct moe_edge_decision {
     uint8_t * passing;                    // [n_expert] 0 or 1
     struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
     int32_t n_prefetch;
-    int32_t renormalize;                  // 1: scale the remaining weights of a token to the sum before skipping
+    int32_t renormalize;                  // 1: scale a token's remaining weights so that their sum is as before skipping
 };
 
 // Called for each MoE layer, on the thread that decodes. Returns 0, or another value to make the running llama_decode
@@ -254,15 +255,15 @@ struct moe_edge_stats {
     uint64_t routed[2][MOE_EDGE_MAX_TIERS + 1];  // experts by decided tier; the last entry counts skips
     uint64_t computed[2][MOE_EDGE_MAX_TIERS];    // matrices by the tier that was computed
     uint64_t waves;                // additional passes of an op after it waited for experts
-    uint64_t promotions;
-    uint64_t evictions;
-    uint64_t prefetch_used;
-    uint64_t prefetch_wasted;
-    uint64_t prefetch_cancelled;
+    uint64_t promotions;           // resident tiers that were replaced by a better one
+    uint64_t evictions;            // matrices that were evicted
+    uint64_t prefetch_used;        // prefetched matrices that a step requested
+    uint64_t prefetch_wasted;      // prefetched matrices that were evicted before a step requested them
+    uint64_t prefetch_cancelled;   // prefetches that ended without a result
     uint64_t slot_bytes_in_use;
     uint64_t slot_bytes_peak;
     uint64_t budget_bytes;
-    uint64_t slot_bytes;  // of the usable slots: all of them, or those within the limit of moe_edge_store_limit
+    uint64_t slot_bytes;           // of the usable slots: all, or those within the limit of moe_edge_store_limit
     uint64_t read_us;              // sum over all I/O threads
     uint64_t experts_promoted;     // published transitions, by direction
     uint64_t experts_demoted;
@@ -277,6 +278,7 @@ struct moe_edge_stats {
     int32_t  reserved;
 };
 
+// Returns the MOE_EDGE_ABI_VERSION that the library was compiled with.
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
 
 // Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, with faster kernels
@@ -316,6 +318,7 @@ struct moe_edge_bandwidths {
 // device, and "host:DELAY", whose copies take up to DELAY microseconds. A device lives until the process ends. If there
 // is no such device, returns NULL and writes one sentence to err.
 MOE_EDGE_API void * moe_edge_device_find(const char * name, char * err, size_t err_size);
+// Writes the name and the memory of a device to out. Always returns 0.
 MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_info * out);
 // The counterpart of moe_edge_buffer_type for a store on this device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
@@ -334,6 +337,7 @@ MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_
 // freed after the call. Returns NULL on failure and writes one sentence to err.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
         const struct moe_edge_config * config, char * err, size_t err_size);
+// Frees a store, and detaches it from its model if it has one. The context must have been freed before. NULL is allowed.
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 
 // Limits the memory of the slots to `bytes` from now on. A number above the configured size means no limit. All groups
@@ -388,6 +392,7 @@ struct moe_edge_touched {
     uint64_t cells_end;  // end of the last used KV cell; the maximum over all caches
 };
 
+// Writes the current numbers to out. May be called from any thread.
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
 
 // Makes a context on the CPU (struct llama_context *) adapt its number of threads to the load, starting with the next
@@ -458,7 +463,9 @@ MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 // from any thread and from a signal handler.
 MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
+// Writes the statistics since creation, or since the last moe_edge_reset_stats, to out.
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
+// Sets all counters to 0. Sizes and settings keep their values, and slot_bytes_peak becomes slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
 // Writes to out [n_layers, n_expert] the worst tier in which one of the expert's matrices is resident, so that all of
