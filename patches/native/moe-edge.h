@@ -75,8 +75,8 @@ enum moe_edge_flags {
                                // the quality loss of a tier; slow.
     MOE_EDGE_SIMULATED   = 4,  // open no files: reads move no bytes and take virtual time
     // The next two are for comparisons only; both are slow.
-    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op receives an expert only after all its matrices are resident. If no missing
-                                 // matrix can be loaded because of the slots, the op receives the resident ones.
+    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op receives an expert only after all its matrices are resident. If none of
+                                 // the missing matrices can get a slot, the op receives the resident ones.
     MOE_EDGE_RIGID       = 16, // only with MOE_EDGE_SIMULATED: demand reads and prefetches run in the order in which
                                // they were requested, and no read is cancelled
 };
