@@ -109,7 +109,7 @@ class moe_edge_load {
     void copy_enqueued();
     void give_up();                         // ends the load without a slot: remaining parts are not read, and complete
                                             // bytes stay in the host tier
-    void revoke();                          // the same for a transition, which becomes an ordinary load
+    void revoke();                          // ends a transition like give_up; it becomes an ordinary load
     void fail();                            // ends the load because a read or copy failed
 
     // Returns an empty string, or the violated invariant. staged: the load passes through the host tier. A store with a
@@ -138,12 +138,12 @@ class moe_edge_cell {
 
     int8_t  tier() const { return of_tier; }  // the resident tier, or NO_TIER
     bool    resident() const { return of_tier != NO_TIER; }
-    int32_t slot() const { return in_slot; }  // of the resident tier, or -1
+    int32_t slot() const { return in_slot; }  // slot of the resident tier, or -1
 
     uint8_t want() const { return asked_tier; }  // tier of the most recent request, or MOE_EDGE_SKIP
     bool    decided() const { return asked; }    // the running step requested it, and no op has computed it yet
     bool    passing() const { return only_passes; }
-    bool    waiting() const { return in_line; }  // for a slot
+    bool    waiting() const { return in_line; }  // it waits for a slot
     bool    better_than(int32_t tier) const { return resident() && of_tier < tier; }
     bool    as_good_as(int32_t tier) const { return resident() && of_tier <= tier; }
 

@@ -44,7 +44,7 @@ struct moe_edge_cuda_table {
     std::vector<int32_t>  host;               // the entries as last copied
     uint64_t              version = 0;
     bool                  reached = false;    // all experts are within reach of the entries
-    bool                  usable  = false;    // in this step; otherwise its ops call the store
+    bool                  usable  = false;    // ops may use it in this step; otherwise they call the store
 };
 
 moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null if the matrix has none
@@ -55,7 +55,7 @@ struct moe_edge_cuda_exchange {
     char *          memory = nullptr;
     uint64_t        bytes  = 0;
     bool            pinned = false;
-    moe_edge_ticket last   = 0;  // of the last operation of the device that reads this memory
+    moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
 };
 
 class moe_edge_cuda_device : public moe_edge_device {
@@ -90,7 +90,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
 
-    // Does the same as wait, but polls, which saves the time to wake a thread. For ops on the path of a token.
+    // Waits for a ticket by polling, which saves the time to wake a thread. For ops that compute a token.
     void wait_awake(moe_edge_ticket ticket);
 
     // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
@@ -121,8 +121,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 issued   = 0;
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
-        std::deque<job>          jobs;     // for the thread below
-        std::thread              pageable; // Copies from memory that is not pinned block the calling thread, so this
+        std::deque<job>          jobs;     // copies for the thread below
+        std::thread              pageable; // copies from memory that is not pinned block the calling thread, so this
                                            // thread makes them. order() blocks while a copy is still queued here.
     };
 

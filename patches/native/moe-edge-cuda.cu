@@ -32,7 +32,7 @@ constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor tak
 
 struct routed_ids {
     const int32_t * ids;     // [n_slots, n_tokens]
-    int64_t         stride;  // of a token
+    int64_t         stride;  // distance between tokens
     int             n_slots;
     int             n_tokens;
 };
@@ -94,8 +94,8 @@ __global__ void remap_list(const moe_edge_launch_list list, const routed_ids rou
     }
 }
 
-// Does the same with a table in memory, see moe_edge_plan_table. Each tier is a class, and the index in a class is the
-// expert.
+// Maps expert ids with a table in memory (see moe_edge_plan_table) instead of a list. Each tier is a class, and the index
+// in a class is the expert.
 __global__ void remap_table(const int32_t * table, const int n_expert, const int n_tiers, const uint32_t indexed,
                             const routed_ids routed, int32_t * out, const result_rows dst, uint32_t * counts) {
     const int32_t id   = routed.ids[(blockIdx.x / routed.n_slots)*routed.stride + blockIdx.x % routed.n_slots];
@@ -277,7 +277,7 @@ class product {
     // Computes the product with the table on the device. The host does not need to know the routing.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // Does the same with a fused gate whose table has the same tiers.
+    // Computes the product with a fused gate. Both tables must have the same tiers.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);

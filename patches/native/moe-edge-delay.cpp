@@ -22,7 +22,7 @@ struct compute_thread {
 struct compute_threads {
     std::mutex mutex;
     std::vector<compute_thread> threads;
-    int64_t delay_ns = 0;  // of all threads, including those that have ended
+    int64_t delay_ns = 0;  // sum over all threads, including those that have ended
 };
 
 // Never destroyed, because OpenMP's threads may register later.

@@ -50,7 +50,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
         if (!has_tiles(op)) {
             return upstream.work_size(n_threads, op, size);
         }
-        size_t theirs = 0;  // for the reference kernels, which may be selected later
+        size_t theirs = 0;  // size for the reference kernels, which may be selected later
         upstream.work_size(n_threads, op, theirs);
         const layout at(op);
         size = std::max(theirs, at.own + n_threads * at.own_size + ALIGN);

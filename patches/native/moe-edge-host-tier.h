@@ -95,6 +95,6 @@ class moe_edge_host_tier {
     uint64_t               total_bytes = 0;
     bool                   pinned = false;
     std::vector<host_slot> slots;
-    std::vector<list>      lists;       // by size class
-    std::vector<int32_t>   slot_of;     // by slice: its complete slot, or -1
+    std::vector<list>      lists;       // one for each size class
+    std::vector<int32_t>   slot_of;     // for each slice: its complete slot, or -1
 };

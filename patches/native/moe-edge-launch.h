@@ -66,7 +66,7 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     });
 
     std::vector<moe_edge_launch> launches;
-    const char * gate_end = nullptr;  // of the class being filled
+    const char * gate_end = nullptr;  // end of the gates in the class being filled
     for (const moe_edge_launch_item & e : items) {
         moe_edge_launch * l = launches.empty() ? nullptr : &launches.back();
         if (!l || l->list.n == MOE_EDGE_LAUNCH_EXPERTS) {

@@ -234,7 +234,7 @@ void moe_edge_store::abandon(int32_t cell) {
     }
 }
 
-// Releases what a load without a result holds.
+// Releases the slots that a load without a result holds.
 void moe_edge_store::free_load(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -248,7 +248,7 @@ void moe_edge_store::free_load(int32_t cell) {
     cells[cell].end();
 }
 
-// Does the same, and gives the slot to the next waiting entry.
+// Releases a load without a result, and gives its slot to the next waiting entry.
 void moe_edge_store::discard_load(int32_t cell) {
     auto & pool = pool_of(cell, cells[cell].load()->tier());
     free_load(cell);

@@ -24,7 +24,7 @@ struct mapping {
 
 struct mappings {
     std::mutex mutex;
-    std::map<char *, mapping> all;  // by start address
+    std::map<char *, mapping> all;  // key: start address
 };
 
 struct cells {
@@ -35,7 +35,7 @@ struct cells {
 // Separate from the mappings, so that a query of resident pages does not delay a step.
 struct cells_in_use {
     std::mutex mutex;
-    std::map<const void *, cells> all;  // by start address of the mapping
+    std::map<const void *, cells> all;  // key: start address of the mapping
 };
 
 // Never destroyed, because a context may outlive this library's other statics.

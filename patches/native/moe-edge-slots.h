@@ -38,7 +38,7 @@ class moe_edge_pool {
         int32_t  newer      = -1;     // neighbours in the list of complete slots
         int32_t  older      = -1;
         uint64_t used_at    = 0;      // time of the last request for its bytes; orders the list
-        moe_edge_ticket after  = 0;   // of the last copy to this slot, or of its last reader since then
+        moe_edge_ticket after  = 0;   // the last copy to this slot, or its last reader since then
         moe_edge_ticket behind = 0;   // the ticket that this copy had to wait for
     };
 

@@ -224,7 +224,7 @@ void moe_edge_store::fix_tables() {
         fixed = there || !has_kind(layer_of(i), kind_of(i));
     }
     if (!fixed) {
-        collect_counts();  // of the steps without a route hook
+        collect_counts();  // counts of the steps without a route hook
     }
     tables_fixed = fixed;
     if (!tables_fixed || same) {

@@ -137,7 +137,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
 
     std::atomic<bool> cancelled { false };
-    ggml_abort_callback abort_callback = nullptr;  // of the context whose step is running
+    ggml_abort_callback abort_callback = nullptr;  // the callback of the context whose step is running
     void *            abort_user    = nullptr;
     // Progress of the running batch: tokens of completed micro-batches, tokens of the running micro-batch, and the
     // layer whose experts were started last, counted from 1.
@@ -266,7 +266,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim);
     bool    revoke(const moe_edge_pool & pool);
     void    serve_waiting(moe_edge_pool & pool);
-    void    serve_waiting(const moe_edge_matrix & m);  // for the slots of every tier of this matrix
+    void    serve_waiting(const moe_edge_matrix & m);  // in the pools of all tiers of this matrix
     void    drop_tier(int32_t cell);
     void    evict(int32_t cell);
     void    touch(int32_t cell);
@@ -353,7 +353,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::string             failed_read;  // message of the most recent failed read
     moe_edge_stats          stats = {};
     int32_t                 phase = MOE_EDGE_PREFILL;
-    moe_edge_batch          batch;           // of the running step
+    moe_edge_batch          batch;           // the micro-batch of the running step
     std::set<int32_t>       live, ended;     // sequences: seen in steps; ended but not reported yet
     std::vector<int32_t>    ends;            // the ends of the current report
     int32_t                 ahead_seq = 0;

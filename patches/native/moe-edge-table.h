@@ -18,7 +18,7 @@
 struct moe_edge_entry {
     const void *    data   = nullptr;
     int32_t         type   = -1;  // enum ggml_type of data
-    moe_edge_ticket ticket = 0;   // of the copy that fills the slot
+    moe_edge_ticket ticket = 0;   // the copy that fills the slot
 };
 
 // An expert that can be computed now.
@@ -83,8 +83,8 @@ struct moe_edge_matrix {
     int32_t                     layer = 0;
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
-    std::vector<const moe_edge_kernels *> kernels;  // of each tier, for the CPU's own layout; null: the layout of the
-                                                    // file
+    std::vector<const moe_edge_kernels *> kernels;  // [n_tiers] kernels for the CPU's own layout; null: the
+                                                    // layout of the file
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // increases with every change of the table
     moe_edge_device *           device  = nullptr;  // the device whose memory the table points to; null for host memory

@@ -95,13 +95,13 @@ class moe_edge_threads {
 
     const int32_t most_;
     int32_t  usual_;
-    int32_t  tried_    = 0;     // in this period; 0: the usual number
+    int32_t  tried_    = 0;     // number of threads tried in this period; 0: the usual number
     bool     fewer_    = true;  // on a busy machine, try fewer threads next; otherwise more
     double   usual_us_ = 0;     // mean step time of the last period with the usual number
     uint64_t hold_us_  = LEAST_HOLD_US;
     uint64_t tried_at_us_ = 0;  // end of the latest try
-    int64_t  delay_us_ = -1;    // at the start of this period
-    int32_t  n_tokens_ = 0;     // of the steps of this period
+    int64_t  delay_us_ = -1;    // total of delay_us() at the start of this period
+    int32_t  n_tokens_ = 0;     // tokens per step in this period
     uint64_t us_       = 0;
     int32_t  n_steps_  = 0;
 };

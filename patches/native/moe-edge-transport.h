@@ -21,7 +21,7 @@ struct moe_edge_slices;
 struct moe_edge_read {
     int32_t  cell;
     int32_t  tier;
-    const moe_edge_slices * slices;  // of this tier, for all experts
+    const moe_edge_slices * slices;  // slices of this tier, for all experts
     int32_t  expert;
     int32_t  part;
     int32_t  parts;

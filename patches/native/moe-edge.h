@@ -263,7 +263,7 @@ struct moe_edge_stats {
     uint64_t slot_bytes_in_use;
     uint64_t slot_bytes_peak;
     uint64_t budget_bytes;
-    uint64_t slot_bytes;           // of the usable slots: all, or those within the limit of moe_edge_store_limit
+    uint64_t slot_bytes;           // size of the usable slots: all, or those within the limit of moe_edge_store_limit
     uint64_t read_us;              // sum over all I/O threads
     uint64_t experts_promoted;     // published transitions, by direction
     uint64_t experts_demoted;
@@ -383,13 +383,13 @@ MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * o
 
 // Host memory of all contexts of this process, in bytes: [reserved, resident]. It covers the KV caches, the scratch
 // buffers of graphs and the work buffers of ggml's CPU backend, but not recurrent memories or memory that a GPU library
-// pinned. The kernel is asked page by page, which takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB.
+// pinned. The kernel reports residency page by page, which takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB.
 struct moe_edge_touched {
     uint64_t cache[2];
     uint64_t scratch[2];
     uint64_t work[2];
     uint64_t used;       // bytes of the KV cells that hold a token
-    uint64_t cells_end;  // end of the last used KV cell; the maximum over all caches
+    uint64_t cells_end;  // index after the last used KV cell; the maximum over all caches
 };
 
 // Writes the current numbers to out. May be called from any thread.
@@ -543,7 +543,7 @@ MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 
-// Does the same as moe_edge_use; computing one expert takes ns nanoseconds, a skipped one no time.
+// Calls moe_edge_use with virtual compute time: each expert takes ns nanoseconds, a skipped expert takes no time.
 MOE_EDGE_API int moe_edge_sim_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
         const int32_t * ids, int32_t n_ids, uint64_t ns);
 

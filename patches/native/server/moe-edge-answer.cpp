@@ -21,7 +21,7 @@ void mark_incomplete(json & response) {
     }
 }
 
-// Does the same for the events at the end of a stream.
+// Marks the events at the end of a Responses stream as cut off by the limit.
 void mark_events_incomplete(json & events) {
     for (auto & event : events) {
         json & data = event.at("data");

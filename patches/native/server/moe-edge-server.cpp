@@ -190,11 +190,11 @@ struct moe_edge_request {
     server_http_req       asked;
     server_http_res_ptr   answer;  // declared after `asked`, to which it refers, so that it is destroyed first
     bool                  is_queued = false;  // upstream has accepted the request
-    std::string           note;               // for the log
-    std::vector<moe_edge_prepared_grammar> grammars;  // of its tasks, kept until they end
+    std::string           note;               // sentence for the log
+    std::vector<moe_edge_prepared_grammar> grammars;  // grammars of its tasks, kept until they end
     std::chrono::steady_clock::time_point  begun;     // when it started to run
     int32_t               task = -1;                  // the task of its first sequence
-    std::vector<int64_t>  token_times;                // of that task, guarded by the server's tasks_mutex
+    std::vector<int64_t>  token_times;                // token times of that task, guarded by the server's tasks_mutex
 
     // Shared by the thread that answers and the thread that takes the output.
     std::mutex  mutex;

@@ -65,7 +65,8 @@ MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
 // callback does not return 0, the step fails.
 typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 
-// Sets this callback. Must be called before moe_edge_server_run. Without a callback, steps follow each other directly.
+// Sets the callback before steps. Must be called before moe_edge_server_run. Without a callback, steps follow each other
+// directly.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
     moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
@@ -74,7 +75,7 @@ MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
 // request has no single known prompt for this sequence.
 typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, const int32_t * tokens, int32_t n_tokens);
 
-// Sets this callback. Must be called before moe_edge_server_run.
+// Sets the callback before prompts. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
@@ -89,7 +90,7 @@ typedef struct moe_edge_server_notes {
     void *  user;
 } moe_edge_server_notes;
 
-// Sets these callbacks. Must be called before moe_edge_server_run.
+// Sets the callbacks for notes. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
 
 // Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used ones.

@@ -196,7 +196,7 @@ bool is_whole_call(const common_chat_params & params, const std::string & answer
     }
 }
 
-// Does the same for an answer or for the part after reasoning, because some generation prompts always start reasoning.
+// Whether an answer, or its part after reasoning, is the probe's call. Some generation prompts always start reasoning.
 bool is_call(const common_chat_params & params, const std::string & answer) {
     const auto & ends = params.thinking_end_tags;
     return is_whole_call(params, answer) ||

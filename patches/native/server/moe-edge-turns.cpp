@@ -6,7 +6,7 @@
 #include <vector>
 
 common_chat_params moe_edge_templates_apply(
-    // in moe-edge-tools.cpp
+    // defined in moe-edge-tools.cpp
     const common_chat_templates * templates, const common_chat_templates_inputs & inputs);
 
 namespace {
