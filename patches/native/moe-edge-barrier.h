@@ -1,10 +1,9 @@
-// How ggml's compute threads wait for each other: by spinning, or asleep while they share their cores.
+// The barrier at which ggml's compute threads wait for each other, by spinning or by sleeping.
 //
-// A token has hundreds of barriers. On an idle machine the last thread comes within microseconds, and
-// whoever sleeps comes back too late. Beside other processes a thread may be off its core for
-// milliseconds, and whoever spins meanwhile takes the core that it could go on with. So a thread that
-// kept others waiting looks how long it had been ready without a core, and where that was long, nobody
-// spins for a while.
+// A token has hundreds of barriers. On an idle machine the last thread arrives within microseconds, and a thread that
+// sleeps wakes up too late. When other processes run, a thread may lose its core for milliseconds, and a thread that
+// spins meanwhile occupies the core on which the late thread could continue. Therefore the last thread to arrive checks
+// how long it was runnable without a core. If that was long, all threads sleep instead of spinning for a while.
 
 #pragma once
 
@@ -20,32 +19,33 @@
 
 #define MOE_EDGE_BARRIER 1
 
-#define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy takes to decide about a layer
-#define MOE_EDGE_SPIN_ROUND 32        // looks at the other threads between two at the clock
+#define MOE_EDGE_SPIN_NS    300000LL  // longer than a policy needs to decide about a layer
+#define MOE_EDGE_SPIN_ROUND 32        // checks of the other threads between two reads of the clock
 
-// A thread shares its core where it was ready without one for this part of a time, and a shorter time than
-// MOE_EDGE_LOOK_NS counts as that one. So a thread that something small put off its core for a millisecond, as
-// happens on every idle machine, does not share it. Another process that computes takes a whole time slice.
+// A thread counts as sharing its core if it was runnable without a core for at least this fraction (1/8) of a period. A
+// period shorter than MOE_EDGE_LOOK_NS counts as that long: on every idle machine, small tasks displace a thread for a
+// millisecond, which must not count. Another process that computes takes a whole time slice.
 #define MOE_EDGE_DELAY_PART 8
 #define MOE_EDGE_LOOK_NS    20000000LL
 
-// How long nobody spins: a time slice at first, and twice as long where threads spin again and a core is still
-// shared within MOE_EDGE_FORGET_NS. What another process computes now and then is over by then.
+// How long the threads sleep instead of spinning: one time slice at first. The time doubles if threads spin again and a
+// core is still shared within MOE_EDGE_FORGET_NS. Occasional work of another process has ended by then.
 #define MOE_EDGE_SHARED_NS      4000000LL
 #define MOE_EDGE_MOST_SHARED_NS 256000000LL
 #define MOE_EDGE_FORGET_NS      40000000LL
 
-static atomic_llong moe_edge_shared_until;  // until when nobody spins
-static atomic_llong moe_edge_shared_ns;     // for how long, the last time
+static atomic_llong moe_edge_shared_until;  // time until which no thread spins
+static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// What this thread saw where the time began over which it is asked.
+// The state of this thread at the start of the period that is being judged.
 static _Thread_local struct {
-    int       file;  // its statistics of the kernel's; 0: not opened yet, -1: there are none
+    int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
     long long at_ns;
     long long delay_ns;
 } moe_edge_late;
 
-// Of moe-edge-cpu: the calling thread computes, and how long it waits for a core counts from now on.
+// Implemented in moe-edge-cpu: registers the calling thread as a compute thread, so that its waits for a core are
+// counted.
 void moe_edge_compute_thread(void);
 
 static _Thread_local int moe_edge_known;
@@ -56,7 +56,7 @@ static inline long long moe_edge_barrier_ns(void) {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// How long this thread has been ready without a core, in all; -1 where the kernel does not say.
+// Returns how long this thread has been runnable without a core in total, or -1 if the kernel does not report it.
 static inline long long moe_edge_delay_ns(void) {
     if (moe_edge_late.file == 0) {
         const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
@@ -72,8 +72,8 @@ static inline long long moe_edge_delay_ns(void) {
     return sscanf(text, "%*s %lld", &delay_ns) == 1 ? delay_ns : -1;
 }
 
-// Whether this thread shares its core: it has been ready without one for delay_ns in all, now. While nobody
-// spins each barrier wakes threads, and until they run they are ready: that time does not count.
+// Decides whether this thread shares its core. delay_ns is its total runnable time without a core until now. While the
+// threads sleep, each barrier wakes them, and they are runnable until they run; that time does not count.
 static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
     const long long until = atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed);
     const long long delay = delay_ns - moe_edge_late.delay_ns, time = now - moe_edge_late.at_ns;
@@ -93,7 +93,7 @@ static inline void moe_edge_barrier_judge(long long now, long long delay_ns) {
     atomic_store_explicit(&moe_edge_shared_until, now + more, memory_order_relaxed);
 }
 
-// The thread that came last has kept others waiting: was it because somebody else had its core?
+// Called by the last thread to arrive, which made others wait: checks whether it was late because it had no core.
 static inline void moe_edge_barrier_late(void) {
     const long long now = moe_edge_barrier_ns();
     if (now >= atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
@@ -101,8 +101,8 @@ static inline void moe_edge_barrier_late(void) {
     }
 }
 
-// One of n_threads arrives. arrived counts them and is 0 between barriers; passed counts finished
-// barriers in twos, and is odd while somebody sleeps until it changes.
+// Waits until all n_threads threads have arrived. `arrived` counts them and is 0 between barriers. `passed` increases
+// by 2 with each completed barrier and is odd while a thread sleeps until it changes.
 static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, int n_threads, void (*relax)(void)) {
     if (!moe_edge_known) {
         moe_edge_known = 1;
@@ -128,7 +128,7 @@ static inline void moe_edge_barrier(atomic_int * arrived, atomic_int * passed, i
         start = start == 0 ? now : start;
         if (now - start > MOE_EDGE_SPIN_NS || now < atomic_load_explicit(&moe_edge_shared_until, memory_order_relaxed)) {
             int expected = before;
-            // The exchange fails where another one sleeps already, or where the barrier has been passed.
+            // The exchange fails if another thread already sleeps, or if the barrier was passed.
             atomic_compare_exchange_strong_explicit(passed, &expected, before | 1, memory_order_seq_cst, memory_order_seq_cst);
             if ((expected & ~1) == before) {
                 syscall(SYS_futex, passed, FUTEX_WAIT_PRIVATE, before | 1, NULL, NULL, 0);

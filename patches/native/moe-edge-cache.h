@@ -1,4 +1,5 @@
-// Where several sequences lie in a cache, what of it is in use, and what it gives back when cells are removed.
+// The KV cells of several sequences: where they are placed, how many are used, and which memory is released when cells
+// are removed.
 
 #pragma once
 
@@ -10,12 +11,14 @@
 #include <numeric>
 #include <vector>
 
-// Cells that belong together: what a sequence held goes as whole pages where it had whole runs of them.
+// Number of adjacent KV cells that one sequence takes at a time. When a sequence is removed, its runs are released as
+// whole pages.
 constexpr uint32_t MOE_EDGE_CELL_RUN = 256;
 
-// Cells for the tokens of a batch, in their order. Each sequence goes on behind its last cell; at the end of a run, or where
-// that cell is in use, with a run that nobody has a cell of. False, and none, where there is only one sequence, no such run,
-// or a cache that is not ours: then it is any free cells, as upstream looks for them.
+// Chooses a KV cell for each token of a batch, in the order of the tokens. Each sequence continues after its last cell.
+// At the end of a run, or if the next cell is in use, it continues with a run of free cells. Returns false and no cells
+// if there is only one sequence, if there is no free run, or if the cache is not one of ours; llama.cpp then searches
+// for free cells in its own way.
 template <typename Cells, typename Layers, typename Batch>
 bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch & batch, std::vector<uint32_t> & taken) {
     const bool is_alone = batch.n_seqs_unq == 1 && cells.seq_pos_get(batch.seq_id_unq[0]).size() == cells.get_used();
@@ -31,7 +34,7 @@ bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch 
         }
         return end == cell + MOE_EDGE_CELL_RUN;
     };
-    std::map<int32_t, uint32_t> next;  // by sequence
+    std::map<int32_t, uint32_t> next;  // next cell of each sequence
     for (uint32_t i = 0; i < batch.n_tokens; i++) {
         const int32_t seq        = batch.seq_id[i][0];
         const auto &  held       = cells.seq_pos_get(seq);
@@ -52,11 +55,12 @@ bool moe_edge_take_runs(const Cells & cells, const Layers & layers, const Batch 
     return true;
 }
 
-// Lives while cells are taken or removed, and counts those in use. Where many were removed, pages that hold nothing but
-// free cells are given back. cells: of each stream; layers: with their keys and values of each stream.
+// Exists while cells are added or removed. Its destructor counts the used cells and, if many were removed, releases the
+// pages that hold only free cells. cells: the cells of each stream. layers: the layers with their K and V tensors of
+// each stream.
 template <typename Cells, typename Layers> class moe_edge_cells_change {
   public:
-    // transposed: the values of all cells lie together for each of their dimensions.
+    // transposed: the V cache is transposed, so that each of its rows holds one dimension of all cells.
     moe_edge_cells_change(const Cells & cells, const Layers & layers, bool transposed)
         : cells(cells), layers(layers), transposed(transposed), used_before(used()) {}
     moe_edge_cells_change(const moe_edge_cells_change &) = delete;
@@ -96,7 +100,8 @@ template <typename Cells, typename Layers> class moe_edge_cells_change {
         }
     }
 
-    // All of so many free cells in a row, old ones too: dropping what is not there costs next to nothing.
+    // Releases all long runs of free cells, including those freed earlier: releasing pages that are not resident costs
+    // almost nothing.
     void drop(size_t stream) const {
         const auto & own = cells[stream];
         for (uint32_t begin = 0, end; begin < own.size(); begin = end + 1) {

@@ -220,7 +220,7 @@ std::string moe_edge_cell::check(bool staged) const {
     if (resident() && bringing->tier() == of_tier) {
         return "what is resident is loaded again";
     }
-    // what else has arrived was published or thrown away
+    // any other load that has arrived must have been published or discarded
     if (bringing->arrived() && !in_transition() && !serves() && !(pinned() && satisfied() && bringing->has_slot() && bringing->good())) {
         return "a load that has arrived is not acted upon";
     }

@@ -1,11 +1,11 @@
-// Verifies the store's invariants. For tests, while others work.
+// Verification of the store's invariants, for tests. May run while other threads use the store.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
 
 #include <map>
 
-// Whether an entry of the table points into the slot of what is resident.
+// Whether a table entry points to the slot of the resident tier.
 bool moe_edge_store::lies_in_slot(int32_t cell, const moe_edge_entry & entry) {
     const auto & c    = cells[cell];
     const auto & pool = pool_of(cell, c.tier());
@@ -32,7 +32,7 @@ std::string moe_edge_store::check() {
             if (complete == loading || complete != (s.is == moe_edge_pool::state::COMPLETE)) {
                 return format("group %zu, slot %d: its cell does not own it", g, i);
             }
-            // in this order: both only ever turn true
+            // The order of the two calls matters: both results only ever change from false to true.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
                 return format("group %zu, slot %d: a copy overtook what it comes behind", g, i);
             }
@@ -47,7 +47,7 @@ std::string moe_edge_store::check() {
     if (const std::string broken = check_limit(); !broken.empty()) {
         return broken;
     }
-    std::map<int32_t, int32_t> lent;  // host slots by size
+    std::map<int32_t, int32_t> lent;  // slots of the host tier by size class
     int64_t decided = 0;
     size_t  to_read = 0, to_copy = 0;
     for (int32_t i = 0; i < (int32_t) cells.size(); i++) {

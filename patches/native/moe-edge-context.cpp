@@ -1,4 +1,4 @@
-// Steps of a context: one around each micro-batch that it computes.
+// The hooks in a context: one step of the store around each micro-batch.
 
 #include "moe-edge-hook.h"
 #include "moe-edge-cpu.h"
@@ -25,8 +25,8 @@ hook_model * attached_to(const llama_model & model) {
     return it == moe_edge_attached.models.end() ? nullptr : it->second.get();
 }
 
-// Contexts that decode with as many threads as find a core. Never destroyed: a context may outlive this library's
-// other statics.
+// Contexts that adapt their number of threads. Never destroyed, because a context may outlive this library's other
+// statics.
 struct adapting_contexts {
     std::shared_mutex mutex;
     std::unordered_map<const llama_context *, std::unique_ptr<moe_edge_threads>> threads;
@@ -46,8 +46,8 @@ void add_new(std::vector<int32_t> & sequences, int32_t sequence) {
     }
 }
 
-// Describes a micro-batch to the store. whole: the batch that llama_decode got, of which ubatch is a part. Without
-// declared_phases, infers the phase of each token as moe_edge_set_phase documents it.
+// Describes a micro-batch to the store. whole: the batch passed to llama_decode, of which ubatch is a part. Without
+// declared_phases, infers the phase of each token as documented at moe_edge_set_phase.
 moe_edge_batch describe(
         const llama_ubatch & ubatch, const llama_batch & whole,
         const std::optional<moe_edge_token_phases> & declared_phases) {
@@ -78,8 +78,8 @@ moe_edge_batch describe(
     return out;
 }
 
-// Asks ahead for the experts that the tokens' ids choose, which no prediction has to find: in all such
-// layers at once, before the first of them runs. A prompt's pass, until it asks for them to stay.
+// Prefetches the experts that are determined by token ids, so that no prediction is needed: for all such layers at
+// once, before the first of them runs. In prefill the prefetches are streaming requests.
 void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     moe_edge_store & store = *model.store;
     if (store.n_ahead == 0 || !ubatch.token) {
@@ -104,7 +104,8 @@ void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     }
 }
 
-// Why no token can be chosen by a row of logits; null if one can. Single values of -inf are legitimate.
+// Returns a phrase if no token can be sampled from a row of logits, or null if one can. Single values of -inf are
+// valid.
 const char * fault_of(const float * row, int64_t n) {
     int n_nan = 0, n_finite = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -114,7 +115,7 @@ const char * fault_of(const float * row, int64_t n) {
     return n_nan ? "NaN among" : n_finite == 0 ? "no finite value in" : nullptr;
 }
 
-// A sentence about the first unusable row of a step's logits, empty if there is none.
+// Returns one sentence about the first unusable row of a step's logits, or an empty string.
 std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
     std::vector<float> copy;
     for (int64_t i = 0; logits && i < std::min(n_rows, logits->ne[1]); i++) {
@@ -134,10 +135,10 @@ std::string logits_fault(const ggml_tensor * logits, int64_t n_rows) {
 
 }  // namespace
 
-// What llama_decode returns.
+// Return values of llama_decode.
 const int32_t DECODE_ABORTED = 2, DECODE_FAILED = -3;
 
-// A cache grows by so many tokens beyond a batch before anybody is asked again.
+// Number of tokens that may be added after a batch without calling the room callback again.
 const uint32_t TOKENS_AHEAD = 256;
 
 moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, uint64_t n_bytes)
@@ -176,7 +177,7 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
     }
 }
 
-// Makes the batch fail with this sentence. A batch that was cancelled while it waited has not failed.
+// Makes the batch fail with this sentence. A batch that was cancelled while it waited does not count as failed.
 void moe_edge_room_hook::refuse(const std::string & sentence) {
     moe_edge_store & store = *attached_to(ctx.model)->store;
     const bool is_aborted = ctx.abort_callback && ctx.abort_callback(ctx.abort_callback_data);
@@ -186,7 +187,8 @@ void moe_edge_room_hook::refuse(const std::string & sentence) {
     }
 }
 
-// Scratch that is laid out for a larger micro-batch touches more than one of its own.
+// Lays out the scratch buffers for the current micro-batch size. Buffers laid out for a larger micro-batch would make
+// more memory resident.
 void moe_edge_room_hook::lay_out(uint32_t & laid_out) {
     if (ctx.cparams.n_ubatch == (laid_out ? laid_out : n_ubatch)) {
         return;
@@ -205,7 +207,7 @@ moe_edge_step_hook::moe_edge_step_hook(llama_context & ctx, const llama_ubatch &
     if (threads) {
         ctx.cparams.n_threads = ctx.cparams.n_threads_batch = threads->count(n_tokens);
     }
-    if (ctx.backends.size() == 1) {  // else a device may still read what it is to compute with
+    if (ctx.backends.size() == 1) {  // otherwise a device may still be reading its inputs
         ctx.scratch.step(n_tokens, ctx.backend_cpu);
     }
     began_us = now_us();
@@ -233,7 +235,7 @@ bool moe_edge_step_hook::should_stop(void * step) {
     return static_cast<const moe_edge_step_hook *>(step)->model->store->aborted();
 }
 
-// On the backends alone: the context keeps its own.
+// Sets the abort callback of the backends only; the context keeps its own.
 void moe_edge_step_hook::set_abort_callback(ggml_abort_callback callback, void * data) const {
     for (const auto & backend : ctx.backends) {
         auto * reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend.get()));
@@ -268,13 +270,13 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     auto & store = *model->store;
     model->watched[graph] = watched;
     if (store.step_callback) {
-        ggml_backend_sched_synchronize(ctx.sched.get());  // else the time is that of launching
+        ggml_backend_sched_synchronize(ctx.sched.get());  // otherwise the time would only be that of the launches
     }
     const uint64_t us = now_us() - began_us;
     if (store.error()) {
         return GGML_STATUS_FAILED;
     }
-    if (store.aborted()) {  // also after the last operation, which may have stopped in the middle
+    if (store.aborted()) {  // checked after the last op, too, because an op may have stopped halfway
         return GGML_STATUS_ABORTED;
     }
     if (status != GGML_STATUS_SUCCESS || ctx.cparams.warmup) {
@@ -288,7 +290,7 @@ ggml_status moe_edge_step_hook::done(const llm_graph_result * graph, ggml_status
     return store.end_step(us) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
 }
 
-// Of the rows that the caller asked for. A warm-up computes with tokens that no text has.
+// Checks the requested rows. A warm-up is not checked, because it computes tokens that occur in no text.
 std::string moe_edge_step_hook::check_logits(const llm_graph_result * graph) const {
     const ggml_tensor * logits = graph->get_logits();
     if (!logits || logits->type != GGML_TYPE_F32 || !logits->buffer || ctx.n_outputs <= 0 || ctx.cparams.warmup) {

@@ -18,11 +18,11 @@
 namespace {
 
 constexpr size_t  ALIGN      = 64;
-constexpr int64_t ROW_CHUNK  = 64;  // weight rows of one unit of work
-constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 together
-constexpr int64_t GEMM_ROWS  = 512; // weight rows of one unit of work where activations are interleaved for it
-constexpr int64_t GEMM_ACTS  = 16;  // and those activations
-constexpr int64_t GEMM_LEAST = 4;   // that are interleaved with each other
+constexpr int64_t ROW_CHUNK  = 64;  // weight rows per unit of work
+constexpr int64_t ROW_BLOCK  = 16;  // weight rows and activation columns kept in L1 at the same time
+constexpr int64_t GEMM_ROWS  = 512; // weight rows per unit of work with interleaved activations
+constexpr int64_t GEMM_ACTS  = 16;  // activations per unit of work, interleaved
+constexpr int64_t GEMM_LEAST = 4;   // number of activations that are interleaved with each other
 
 size_t padded(size_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 
@@ -34,37 +34,38 @@ moe_edge_matrix * matrix_of(const ggml_tensor * op) {
     return static_cast<moe_edge_matrix *>(w->extra);
 }
 
-// A (token slot, token) pair routed to an expert; the layout that tiled.h asks for.
+// A (slot, token) pair routed to an expert, where slot is the position among the token's experts. tiled.h requires this
+// layout.
 struct routed_row {
     int32_t slot;
     int32_t token;
 };
 
-// What the op's threads share, at the start of the work buffer.
+// State shared by the threads of the op, at the start of the work buffer.
 struct shared_state {
     std::atomic<int64_t> next_unit;
     std::atomic<int32_t> threads_done;
-    int32_t              n_ready;    // experts of this wave, -1 after a failure
+    int32_t              n_ready;    // experts of this wave; -1 after a failure
     int32_t              last_wave;
-    int32_t              unwatched;  // all experts are there, and nothing is released
+    int32_t              unwatched;  // all experts are available and none needs to be released
 };
 
-// The op's work buffer; sizes and pointers come from the same code.
+// The layout of the op's work buffer. The size and the pointers are computed by the same code.
 struct layout {
     size_t size = 0;
 
     size_t shared;
     size_t ready;     // moe_edge_ready [n_expert]
-    size_t first;     // int32 [n_expert + 1] start of each expert's rows
+    size_t first;     // int32 [n_expert + 1] first row of each expert
     size_t rows;      // routed_row [k*T] grouped by expert
     size_t experts;   // int32 [n_expert] distinct experts
     size_t acts[MOE_EDGE_MAX_TIERS];  // activations converted for each vec_dot type
     ggml_type act_type[MOE_EDGE_MAX_TIERS];
     int    n_acts = 0;
     size_t tiled;
-    size_t gemm;      // gemm_size of each thread: results, then four inputs, then GEMM_ACTS activations
+    size_t gemm;      // gemm_size bytes per thread: results, four inputs, GEMM_ACTS activations
     size_t gemm_size = 0;
-    size_t tiles;     // tiles_size of each thread
+    size_t tiles;     // tiles_size bytes per thread
     size_t tiles_size = 0;
 
     layout(const moe_edge_matrix & m, const ggml_tensor * op, int n_threads) {
@@ -89,7 +90,7 @@ struct layout {
                 acts[n_acts++]   = take(ggml_row_size(vec_type, ggml_nelements(x)));
             }
             if (m.kernels[tier]) {
-                // with fewer tokens no expert has that many rows
+                // with fewer tokens, no expert can have this many rows
                 if (ids->ne[1] >= GEMM_LEAST) {
                     gemm_size = std::max(gemm_size, padded(interleaved_at(w->ne[0]) + GEMM_ACTS * ggml_row_size(vec_type, w->ne[0])));
                 }
@@ -121,7 +122,7 @@ struct layout {
     static constexpr size_t inputs_at = GEMM_ACTS * GEMM_ROWS * sizeof(float);
     static size_t interleaved_at(int64_t n_in) { return padded(inputs_at + GEMM_LEAST * n_in * sizeof(float)); }
 
-    // The weight tensor as upstream's per-expert code expects it: one plain matrix.
+    // The weight tensor in the form that upstream's per-expert code expects: one plain matrix.
     static ggml_tensor typed_weight(const ggml_tensor * w, ggml_type type, const void * data) {
         ggml_tensor t = *w;
         t.type  = type;
@@ -167,7 +168,7 @@ class mul_mat_id {
                 m->ops->begin(m, experts, n);
             }
         }
-        convert_activations();  // while the first reads are under way
+        convert_activations();  // while the first reads are in progress
         if (params->ith == 0 && !shared->unwatched) {
             next_wave();
         }
@@ -179,7 +180,7 @@ class mul_mat_id {
                 return;
             }
             if (shared->last_wave) {
-                // the last thread to leave gives the slots back; no barrier needed
+                // the last thread to leave releases the slots; no barrier is needed
                 if (shared->threads_done.fetch_add(1) == params->nth - 1) {
                     m->ops->release(m, ready, shared->n_ready, 0);
                 }
@@ -197,7 +198,7 @@ class mul_mat_id {
   private:
     template <typename T> T * ptr(size_t offset) const { return reinterpret_cast<T *>(base + offset); }
 
-    // Counting sort of the routed rows by expert. Returns the number of distinct experts.
+    // Groups the routed rows by expert with a counting sort. Returns the number of distinct experts.
     int32_t group_rows() {
         const int32_t n_expert = w->ne[2];
         std::fill(first, first + n_expert + 1, 0);
@@ -215,7 +216,7 @@ class mul_mat_id {
             }
             first[e + 1] += first[e];
         }
-        // fill with first[] as cursor, then shift it back
+        // use first[] as a cursor, then shift it back
         for (int64_t t = 0; t < ids->ne[1]; t++) {
             for (int64_t k = 0; k < ids->ne[0]; k++) {
                 rows[first[expert_id(k, t)]++] = { (int32_t) k, (int32_t) t };
@@ -257,7 +258,7 @@ class mul_mat_id {
             const size_t row_size = ggml_row_size(type, x->ne[0]);
             char * dst = base + at.acts[i];
 
-            // whole rows for each thread, or a part of every row when rows are few
+            // each thread converts whole rows, or a part of every row if there are few rows
             const bool by_row = n_rows >= 4 * params->nth;
             const int64_t b0 = by_row ? 0       : n_block * params->ith / params->nth;
             const int64_t b1 = by_row ? n_block : n_block * (params->ith + 1) / params->nth;
@@ -273,10 +274,10 @@ class mul_mat_id {
         }
     }
 
-    // Where the activations of a vec_dot type lie, and the strides of a slot and a token.
+    // Returns the activations converted for a vec_dot type, with the strides of a slot and a token in bytes.
     const char * activations(ggml_type vec_type, size_t * slot_stride, size_t * token_stride) const {
         const int i = at.act_index(vec_type);
-        if (i < 0) {  // used as they are
+        if (i < 0) {  // no conversion needed
             *slot_stride  = x->nb[1];
             *token_stride = x->nb[2];
             return static_cast<const char *>(x->data);
@@ -286,20 +287,20 @@ class mul_mat_id {
         return base + at.acts[i];
     }
 
-    // Work that threads take in portions: an expert's rows by its activations.
+    // Work that the threads divide: the rows of one expert times its activations.
     struct portions {
         const moe_edge_ready *   ready;
-        const moe_edge_kernels * kernels;  // null: its bytes are as in the file
-        int64_t first;     // unit of all
-        int64_t rows;      // of weights in a unit
-        int64_t chunks;    // of them
-        int32_t acts;      // activations in a unit
-        bool    tiles;     // upstream's microkernel for many activations
-        bool    joins;     // units one behind the other are one larger one
+        const moe_edge_kernels * kernels;  // null: the layout of the file
+        int64_t first;     // number of its first unit
+        int64_t rows;      // weight rows per unit
+        int64_t chunks;    // units that cover all weight rows
+        int32_t acts;      // activations per unit
+        bool    tiles;     // use upstream's microkernel for many activations
+        bool    joins;     // adjacent units can be computed as one larger unit
     };
 
     const moe_edge_kernels * kernels_of(const moe_edge_ready & r) const {
-        // tiers of one type have one shape, and so one layout
+        // tiers of the same type have the same shape, and therefore the same layout
         return m->kernels[std::find(m->types.begin(), m->types.end(), r.type) - m->types.begin()];
     }
 
@@ -308,8 +309,8 @@ class mul_mat_id {
     }
 
     void compute_wave() const {
-        // upstream's tiled path divides an expert among the threads itself; which experts
-        // it takes is the same in every thread
+        // Upstream's tiled path divides an expert among the threads itself. All threads make the same choice of path
+        // for an expert.
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
@@ -362,8 +363,8 @@ class mul_mat_id {
         }
     }
 
-    // Units [first, last) that this thread does: a part of what is left, one in the end, so that
-    // memory is read in long streams and no thread waits long for another one.
+    // Takes units [first, last) for this thread: a fraction of the remaining units, and a single one at the end. Memory
+    // is then read in long streams, and no thread waits long for another thread.
     std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
         int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;
         do {
@@ -375,7 +376,7 @@ class mul_mat_id {
         return { unit, end };
     }
 
-    // Rows [row0, row1) of an expert in the CPU's own layout against all of its activations, by tiles.
+    // Multiplies rows [row0, row1) of an expert in the CPU's own layout with all of its activations, by tiles.
     void multiply_tiles(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
         const auto type = static_cast<ggml_type>(r.type);
         size_t slot_stride;
@@ -393,7 +394,7 @@ class mul_mat_id {
             base + at.tiles + params->ith * at.tiles_size);
     }
 
-    // Rows [row0, row1) of an expert in the CPU's own layout against the activations [act0, act1).
+    // Multiplies rows [row0, row1) of an expert in the CPU's own layout with the activations [act0, act1).
     void multiply(const moe_edge_ready & r, const moe_edge_kernels & k, int64_t row0, int64_t row1, int32_t act0, int32_t act1) const {
         const int64_t n_in = w->ne[0], n_rows = row1 - row0;
         const auto type = static_cast<ggml_type>(r.type);
@@ -453,7 +454,7 @@ class mul_mat_id {
             reinterpret_cast<const int32_t *>(rows + first[r.expert]), base + at.tiled);
     }
 
-    // Rows [row0, row1) of an expert against every activation routed to it.
+    // Multiplies rows [row0, row1) of an expert with every activation routed to it.
     void dot_rows(const moe_edge_ready & r, int64_t row0, int64_t row1) const {
         const auto type = static_cast<ggml_type>(r.type);
         const auto * traits = ggml_get_type_traits_cpu(type);
@@ -493,7 +494,7 @@ class mul_mat_id {
     int32_t *        first;
     routed_row *     rows;
     int32_t *        experts;
-    int32_t          remaining = 0;  // experts not yet handed out; thread 0 only
+    int32_t          remaining = 0;  // experts that were not handed out yet; used by thread 0 only
 };
 
 class expert_traits : public ggml::cpu::tensor_traits {
@@ -518,7 +519,7 @@ class expert_traits : public ggml::cpu::tensor_traits {
 
 class expert_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        // without extra no store is attached: the loader asks where it could put a plain tensor
+        // Without `extra`, no store is attached: the model loader is looking for a place for a plain tensor.
         return matrix_of(op) && op->src[1]->type == GGML_TYPE_F32 && op->src[2]->type == GGML_TYPE_I32;
     }
 

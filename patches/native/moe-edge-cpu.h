@@ -1,4 +1,4 @@
-// The CPU executor: GGML_OP_MUL_MAT_ID over experts that differ in address and type.
+// The CPU executor: GGML_OP_MUL_MAT_ID for experts that have individual addresses and types.
 
 #pragma once
 
@@ -6,14 +6,14 @@
 
 #include <cstdint>
 
-// How long the threads that compute have been ready without a core, all together and in all, in microseconds; -1 where
-// the kernel does not say.
+// Returns the total time in microseconds for which all compute threads have been runnable without a core, or -1 if the
+// kernel does not report it. May be called from any thread.
 int64_t moe_edge_compute_delay_us();
 
-// Weight buffer type of managed expert tensors. Its tensors are placeholders: they keep
-// their logical shape and take no memory. Never null.
+// Returns the weight buffer type of managed expert tensors, never null. Its tensors are placeholders: they keep their
+// logical shape but take no memory.
 ggml_backend_buffer_type_t moe_edge_cpu_buffer_type();
 
-// Prompts multiply with this tensor by tiles, where that is faster, if upstream has it in the CPU's own layout; else this
-// does nothing.
+// If upstream stores this dense tensor in the CPU's own layout, makes prompts multiply with it by tiles whenever that
+// is faster. Otherwise does nothing.
 void moe_edge_tiles_for_prompts(ggml_tensor * tensor);

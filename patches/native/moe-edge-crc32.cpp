@@ -1,4 +1,4 @@
-// CRC-32 (IEEE 802.3), as zlib's: what a packed file says of each slice.
+// CRC-32 (IEEE 802.3) as in zlib: the checksum of each slice in a packed file.
 
 #include "moe-edge-crc32.h"
 
@@ -11,11 +11,11 @@
 
 namespace {
 
-// The polynomial without its 32nd power, the lowest power in the highest bit.
+// The polynomial without its term of degree 32, with the lowest power in the highest bit.
 constexpr uint32_t POLYNOMIAL = 0xEDB88320;
 constexpr uint32_t ONE        = 1u << 31;
 
-// The product of two polynomials over GF(2), modulo that of the CRC.
+// The product of two polynomials over GF(2), modulo the CRC's polynomial.
 constexpr uint32_t product(uint32_t a, uint32_t b) {
     uint32_t sum = 0;
     for (; a != 0; a <<= 1) {
@@ -25,7 +25,7 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// x to the power of 1, 2, 4, 8, ..
+// x to the power of 1, 2, 4, 8, ...
 constexpr std::array<uint32_t, 64> powers_of_two() {
     std::array<uint32_t, 64> out = {};
     uint32_t power = ONE >> 1;
@@ -48,7 +48,7 @@ constexpr uint32_t power_of_x(uint64_t exponent) {
     return power;
 }
 
-// [n][byte]: the byte with n zero bytes behind it.
+// [n][byte]: the remainder of the byte followed by n zero bytes.
 using tables = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr tables make_tables() {
@@ -78,7 +78,7 @@ uint64_t load64(const uint8_t * at) {
     return value;
 }
 
-// Without the complement at the begin and the end. Eight bytes at a time.
+// The CRC without the complement at the start and at the end. Processes eight bytes at a time.
 uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
     for (; n >= 8; n -= 8, data += 8) {
         const uint64_t word = load64(data) ^ crc;
@@ -97,8 +97,8 @@ uint32_t by_tables(uint32_t crc, const uint8_t * data, uint64_t n) {
 
 constexpr uint64_t LANES_BYTES = 64;
 
-// What moves 16 bytes forward by so many bits, for the product without carries: of their first half,
-// and of their second. It takes 32 bits less and more, and a shift, since the operands are reflected.
+// The factor that moves one half of 16 bytes forward by this many bits in a carry-less multiplication. The exponent
+// differs by 32 for the two halves, and the shift is needed because the operands are bit-reflected.
 constexpr uint64_t forward(uint64_t bits, bool first) { return (uint64_t) power_of_x(first ? bits + 32 : bits - 32) << 1; }
 
 __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, __m128i next) {
@@ -107,8 +107,8 @@ __attribute__((target("pclmul,sse4.1"))) __m128i fold(__m128i lane, __m128i by, 
     return _mm_xor_si128(_mm_xor_si128(first, second), next);
 }
 
-// Four lanes of 16 bytes, each folded onto the one 64 bytes behind it, then all onto one. What is left
-// has the same remainder as all that was read. n: a multiple of 64, and not 0.
+// Folds four lanes of 16 bytes onto the next 64 bytes, until the end, and then all lanes onto one. The result has the
+// same remainder as all bytes. n must be a positive multiple of 64.
 __attribute__((target("pclmul,sse4.1"))) uint32_t by_products(uint32_t crc, const uint8_t * data, uint64_t n) {
     constexpr uint64_t ALL_1 = forward(512, true), ALL_2 = forward(512, false);
     constexpr uint64_t ONE_1 = forward(128, true), ONE_2 = forward(128, false);

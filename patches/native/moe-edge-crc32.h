@@ -1,9 +1,9 @@
-// The CRC-32 of pieces that are read in any order.
+// CRC-32 of data whose pieces are read in any order.
 
 #pragma once
 
 #include "moe-edge.h"
 
-// What a piece with this CRC-32 brings to that of a whole in which n bytes lie behind it: the whole
-// has the exclusive or of what its pieces bring.
+// Returns the share of a piece in the CRC-32 of the whole. crc is the piece's own CRC-32, and n the number of bytes
+// that follow the piece. The XOR of the shares of all pieces is the CRC-32 of the whole.
 uint32_t moe_edge_crc32_before(uint32_t crc, uint64_t n);

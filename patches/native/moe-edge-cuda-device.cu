@@ -13,16 +13,17 @@
 
 namespace {
 
-constexpr size_t   RING         = 512;  // tickets of a lane that may be under way
-constexpr uint64_t PINNED_PIECE = 1ull << 30;  // a driver that refuses one has pinned those before it
+constexpr size_t   RING         = 512;  // tickets of a lane that may be in flight
+constexpr uint64_t PINNED_PIECE = 1ull << 30;  // size of each registration: if the driver refuses one, the earlier
+                                               // pieces stay pinned
 
-// Of the machine's memory. What is pinned can neither be swapped nor given to anybody else.
+// The limit for pinned memory, as a fraction of the machine's memory. Pinned memory cannot be swapped out or reclaimed.
 static uint64_t most_pinned() {
     return (uint64_t) sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) / 4 * 3;
 }
 
-// ggml ends the process here. What it says of the call that failed means nothing to a user, whether the
-// error stays, so that every later call fails for its sake, or memory that was there is another's now.
+// ggml aborts the process here. Its message about the failed CUDA call means nothing to a user, so this prints one of
+// two explanations: the device has failed, so that every later call fails, too; or its memory is full.
 static void on_abort(const char * message) {
     const bool full = cudaPeekAtLastError() == cudaErrorMemoryAllocation;
     const cudaError_t status = cudaDeviceSynchronize();
@@ -38,7 +39,7 @@ static void on_abort(const char * message) {
     _exit(1);
 }
 
-// Reads and resets, so that no token is lost whose op is still running.
+// Reads and resets the counts atomically, so that no token of a running op is lost.
 __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) {
     const int32_t i = blockIdx.x*blockDim.x + threadIdx.x;
     if (i < n) {
@@ -49,7 +50,7 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
 // Of its lane; ticket_of puts the lane into the top byte.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
-// Whether every expert has the same tier in both, going by the tables on the device.
+// Whether every expert has the same tier in both tables on the device.
 static bool same_tiers(const moe_edge_matrix & a, const moe_edge_matrix & b) {
     const std::vector<int32_t> & of_a = moe_edge_cuda_table_of(a)->host;
     const std::vector<int32_t> & of_b = moe_edge_cuda_table_of(b)->host;
@@ -153,10 +154,10 @@ void * moe_edge_cuda_device::alloc(uint64_t bytes) {
     }
     void * memory = nullptr;
     if (cudaMalloc(&memory, bytes) != cudaSuccess) {
-        (void) cudaGetLastError();  // it does not fit, which loses nothing
+        (void) cudaGetLastError();  // the allocation does not fit, which is not a failure of the device
         return nullptr;
     }
-    // what kernels read past the end of a slice must not be a NaN
+    // Padding that kernels read past the end of a slice must not contain a NaN.
     if (!check(cudaMemset(memory, 0, bytes), "its memory cannot be cleared") ||
         !check(cudaDeviceSynchronize(), "its memory cannot be cleared")) {
         return nullptr;
@@ -170,8 +171,8 @@ void moe_edge_cuda_device::release(void * memory) {
     }
 }
 
-// In pieces, so that a refusal leaves what was pinned before it. Memory of our own that is
-// registered takes direct reads as any other does, which the driver's own may not.
+// Pins the memory in pieces, so that a refusal leaves the earlier pieces pinned. Memory that we allocate and register
+// supports direct reads like any other; memory that the driver allocates may not.
 char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
     *is_pinned = false;
     const uint64_t page = sysconf(_SC_PAGESIZE);
@@ -180,7 +181,7 @@ char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
     if (memory == MAP_FAILED) {
         return nullptr;
     }
-    madvise(memory, bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    madvise(memory, bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not work together
     auto * at = static_cast<char *>(memory);
     const bool usable = start();
     std::lock_guard<std::mutex> lock(mutex);
@@ -290,12 +291,12 @@ bool moe_edge_cuda_device::has_passed(lane & l, uint64_t number) {
     if (number > l.recorded) {
         return false;
     }
-    if (!make_current()) {  // a thread without a device of its own would make the first one ready for use
+    if (!make_current()) {  // otherwise, a thread without a selected device would initialize the first device
         return true;
     }
     const cudaError_t status = cudaEventQuery(l.events[number % RING]);
     if (status == cudaErrorNotReady) {
-        (void) cudaGetLastError();  // else the next launch is taken for one that failed
+        (void) cudaGetLastError();  // otherwise, the next launch would report this status as its own failure
         return false;
     }
     if (check(status, "a query of its work failed")) {
@@ -398,7 +399,7 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // more streams than lanes: nothing to order later if it is all done now
+        // There are more streams than lanes: wait now, so that no later order is needed.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -419,7 +420,7 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // with the mutex held: the event must not come to stand for a later ticket before it is waited for
+    // Hold the mutex until the wait is enqueued: the event must not be reused for a later ticket before that.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -449,7 +450,7 @@ void moe_edge_cuda_device::wait(moe_edge_ticket ticket) {
         }
         event = l.events[number % RING];
     }
-    // should the event stand for a later ticket by now, this one has passed before it
+    // If the event has been reused for a later ticket by now, this ticket has passed.
     check(cudaEventSynchronize(event), "its work failed");
 }
 
@@ -494,7 +495,7 @@ bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
     return std::exchange(seen, now) != now;
 }
 
-// A lane that nobody records on any more is another stream's next. Its tickets go on counting.
+// Frees the lanes of the backend's streams for other streams. The tickets of a lane keep counting.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     std::lock_guard<std::mutex> lock(mutex);
     backends.erase(&ctx);
@@ -515,7 +516,7 @@ std::string moe_edge_cuda_device::error() {
     return failure;
 }
 
-// All quantized types that MMVQ has a dot product for, and what float_vec and float_tiles take.
+// All quantized types for which MMVQ has a dot product, and the types of float_vec and float_tiles.
 bool moe_edge_cuda_device::computes(int32_t type) const {
     switch (type) {
         case GGML_TYPE_F32:
@@ -547,7 +548,8 @@ bool moe_edge_cuda_device::make_tables(moe_edge_matrix * const * matrices, int32
     if (!all->host) {
         return false;
     }
-    // counts first, in the order of the layers, and a copy of them: they are read in one piece
+    // The counts come first, in the order of the layers, and then space for a copy of them, so that they can be read in
+    // one piece.
     auto * counts = reinterpret_cast<uint32_t *>(all->memory);
     auto * entries = all->memory + n_words;
     for (int32_t i = 0; i < n; i++) {
@@ -575,14 +577,14 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t->usable = false;
         }
     }
-    // ops of the last step may still read what the tables said, and have told nobody
+    // Ops of the last step may still read slots by these tables, and did not call release.
     if (changed && in_use && make_current()) {
         check(cudaDeviceSynchronize(), "its work failed");
     }
     if (!fixed || !start() || !make_tables(matrices, n)) {
         return;
     }
-    // one copy from the first entry that changed to the last, behind which this returns
+    // Copy the range from the first to the last changed entry at once, and wait for the copy.
     int32_t * first = nullptr;
     int32_t * last  = nullptr;
     for (int32_t i = 0; i < n; i++) {
@@ -610,7 +612,7 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
         moe_edge_cuda_table & t = *moe_edge_cuda_table_of(*matrices[i]);
         t.usable = t.reached && !lost;
     }
-    // ops that are fused rely on gate and up of an expert being of one tier
+    // Fused ops require that gate and up of an expert have the same tier.
     for (int32_t i = 0; i < n; i++) {
         for (int32_t j = i + 1; j < n && matrices[j]->layer == matrices[i]->layer; j++) {
             if (matrices[i]->kind != MOE_EDGE_DOWN && matrices[j]->kind != MOE_EDGE_DOWN &&
@@ -634,7 +636,7 @@ bool moe_edge_cuda_device::counts(moe_edge_matrix * const * matrices, int32_t n,
             return false;
         }
     }
-    // [n, n_expert] and as much to copy them to
+    // [n, n_expert], followed by space of the same size for the copy
     std::vector<uint32_t> read(total);
     uint32_t * copied = first->counts + total;
     const cudaStream_t stream = lanes[MOE_EDGE_LANE_DEMAND].stream;

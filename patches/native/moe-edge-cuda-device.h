@@ -1,5 +1,5 @@
-// Memory of one CUDA device for experts, copies to it, and the tickets that order both with what
-// the executor launches. Inside libggml-cuda only; the store sees a moe_edge_device.
+// The memory of one CUDA device for experts, copies to it, and the tickets that order both relative to the executor's
+// kernels. Only used inside libggml-cuda; the store sees a moe_edge_device.
 
 #pragma once
 
@@ -23,8 +23,8 @@ struct ggml_backend_cuda_context;
 
 class moe_edge_cuda_device;
 
-// The tables of a store on the device, and as they were sent there: host memory from which one
-// copy brings all that changed.
+// The tables of a store on the device, and their copy in host memory, from which one transfer updates all changed
+// entries.
 struct moe_edge_cuda_tables {
     moe_edge_cuda_device & device;
     int32_t *              memory = nullptr;
@@ -36,31 +36,31 @@ struct moe_edge_cuda_tables {
     moe_edge_cuda_tables & operator=(const moe_edge_cuda_tables &) = delete;
 };
 
-// What stays on the device of a matrix whose table is fixed for a step (moe_edge_matrix.executor).
+// The device's copy of a matrix's table while the tables are static (moe_edge_matrix.executor).
 struct moe_edge_cuda_table {
     std::shared_ptr<moe_edge_cuda_tables> all;
     int32_t *             entries = nullptr;  // on the device, see moe_edge_plan_table
-    uint32_t *            counts  = nullptr;  // on the device, [n_expert]; the down matrix only
-    std::vector<int32_t>  host;               // entries as they were copied
+    uint32_t *            counts  = nullptr;  // on the device, [n_expert]; down matrix only
+    std::vector<int32_t>  host;               // the entries as last copied
     uint64_t              version = 0;
-    bool                  reached = false;    // entries could say where all of them are
-    bool                  usable  = false;    // in this step; else its ops ask the store
+    bool                  reached = false;    // all experts are within reach of the entries
+    bool                  usable  = false;    // ops may use it in this step; otherwise they call the store
 };
 
-moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null without one
+moe_edge_cuda_table * moe_edge_cuda_table_of(const moe_edge_matrix & m);  // null if the matrix has none
 
-// Host memory that an op passes rows to the host's threads through, and back.
+// Host memory through which an op passes rows to the host threads and gets results back.
 struct moe_edge_cuda_exchange {
     std::mutex      mutex;  // held by the op that uses it
     char *          memory = nullptr;
     uint64_t        bytes  = 0;
     bool            pinned = false;
-    moe_edge_ticket last   = 0;  // of what the device still reads there
+    moe_edge_ticket last   = 0;  // the device's last operation that reads this memory
 };
 
 class moe_edge_cuda_device : public moe_edge_device {
   public:
-    // Null where there is no such device; the same object each time, never destroyed.
+    // Returns the device, or null if there is none with this index. Always the same object, never destroyed.
     static moe_edge_cuda_device * get(int index);
 
     std::string name() const override;
@@ -79,21 +79,21 @@ class moe_edge_cuda_device : public moe_edge_device {
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override;
     void expect_scratch(uint64_t bytes, int32_t pieces) override;
 
-    // Lets the pool of a backend hold what expect_scratch said.
+    // Makes the memory pool of a backend reserve the scratch that expect_scratch announced.
     void fill_pool(ggml_backend_cuda_context & ctx);
-    // Whether the pools have given memory back since this was last asked for this backend: what it
-    // captured before may point there.
+    // Returns whether the pools have freed memory since the last call for this backend. Graphs captured before may then
+    // point to freed memory.
     bool pool_shrank(const ggml_backend_cuda_context & ctx);
-    // The backend is about to be destroyed.
+    // Must be called before the backend is destroyed.
     void forget(const ggml_backend_cuda_context & ctx);
     std::atomic<uint64_t> pool_frees { 0 };
 
-    // As wait, but without the time that it takes to wake a thread: for who computes a token.
+    // Waits for a ticket by polling, which saves the time to wake a thread. For ops that compute a token.
     void wait_awake(moe_edge_ticket ticket);
 
-    // A ticket for all that was launched on this stream so far. 0 once the device is lost.
+    // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
-    // What is launched on this stream from now on runs after the ticket has passed.
+    // Makes all later work of this stream wait for the ticket.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
 
     // Whether kernels can read pinned memory of alloc_host at the host's own address.
@@ -111,8 +111,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         moe_edge_ticket after;
     };
 
-    // Work in the order of one stream. Tickets 1, 2, ... of a lane share a ring of events: the
-    // event of a ticket is used again only when the ticket has passed.
+    // The work of one stream. Tickets 1, 2, ... of a lane share a ring of events: the event of a ticket is reused only
+    // after the ticket has passed.
     struct lane {
         std::mutex               mutex;
         std::condition_variable  changed;
@@ -121,50 +121,50 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 issued   = 0;
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
-        std::deque<job>          jobs;     // of the thread below
-        std::thread              pageable; // the driver blocks who copies from memory that is not pinned,
-                                           // and order() who waits for a copy that is still with such a thread
+        std::deque<job>          jobs;     // copies for the thread below
+        std::thread              pageable; // copies from memory that is not pinned block the calling thread, so this
+                                           // thread makes them. order() blocks while a copy is still queued here.
     };
 
     explicit moe_edge_cuda_device(int index);
-    bool start();  // on first use: streams; false if the device is lost
+    bool start();  // on first use, creates the streams; false if the device is lost
     bool make_current();
     bool check(cudaError_t status, const char * what);
     lane & lane_of(moe_edge_ticket ticket) { return lanes[(ticket >> 56) - 1]; }
     moe_edge_ticket ticket_of(const lane & l, uint64_t number) const {
         return ((uint64_t) (&l - lanes.data()) + 1) << 56 | number;
     }
-    // with the lane's mutex held
+    // the lane's mutex must be held
     bool record_on(lane & l, uint64_t number);
     bool has_passed(lane & l, uint64_t number);
 
     bool is_recorded(moe_edge_ticket ticket);
     void run_jobs(lane & l);
     bool is_pinned(const void * memory, uint64_t bytes);
-    // In parts of which each lies in one piece of pinned memory, or in none: no copy may leave one.
+    // Copies in parts, so that each part is inside one piece of pinned memory or outside all of them, as CUDA requires.
     bool copy_pieces(cudaStream_t stream, void * to, const void * from, uint64_t bytes);
     bool make_tables(moe_edge_matrix * const * matrices, int32_t n);
 
     const int index;
     const int physical;
 
-    std::mutex               mutex;  // of what follows
+    std::mutex               mutex;  // guards the members that follow
     bool                     started = false;
     std::string              failure;
-    // By a backend: what its pool was asked for of what is expected, and pool_frees as it saw it.
+    // Per backend: the scratch that its pool has reserved, and the value of pool_frees that it last saw.
     struct of_backend {
         uint64_t filled = 0;
         uint64_t frees  = 0;
     };
 
-    std::map<const char *, uint64_t> mapped;  // all of alloc_host, by address
-    std::map<const char *, uint64_t> pinned;  // pieces of that
+    std::map<const char *, uint64_t> mapped;  // all allocations of alloc_host, by address
+    std::map<const char *, uint64_t> pinned;  // their pinned pieces
     uint64_t                 pinned_bytes = 0;
     std::map<const ggml_backend_cuda_context *, of_backend> backends;
     std::atomic<bool>        lost { false };
-    std::atomic<bool>        reads_host { false };  // kernels find what was pinned at the host's own address
+    std::atomic<bool>        reads_host { false };  // kernels can use the host's address of pinned memory
     std::atomic<uint64_t>    expected { 0 };
     std::atomic<int32_t>     expected_pieces { 1 };
 
-    std::array<lane, 16>     lanes;  // of copies, then one for each stream that an executor records on
+    std::array<lane, 16>     lanes;  // the copy lanes, then one lane for each stream on which an executor records
 };

@@ -22,27 +22,29 @@
 namespace {
 
 constexpr int      REMAP_THREADS = 128;
-constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to here, a warp for each number of the result
-constexpr uint64_t WAVE_BYTES    = 16 << 20;  // in prompts, experts whose copies are in flight are computed in such portions
+constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to this many tokens, one warp computes each value of
+                                              // the result
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are in flight are computed in portions of this
+                                              // size
 constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
 
 // ---- kernels
 
 struct routed_ids {
     const int32_t * ids;     // [n_slots, n_tokens]
-    int64_t         stride;  // of a token
+    int64_t         stride;  // distance between tokens
     int             n_slots;
     int             n_tokens;
 };
 
 struct result_rows {
-    float * rows;  // null: leave them alone
-    int64_t n;     // numbers in a row
+    float * rows;  // null: do not write rows
+    int64_t n;     // values in a row
     int64_t slot_stride;
     int64_t token_stride;
 };
 
-// A block each (slot, token). Writes its id for every class: `value` for its own, -1 for the others.
+// Runs as one block per (slot, token). Writes its id for every class: `value` for class `own`, -1 for the others.
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
                           const bool skipped, int32_t * out, const result_rows dst) {
     const int slot  = blockIdx.x % routed.n_slots;
@@ -120,7 +122,7 @@ __global__ void remap_table(const int32_t * table, const int32_t * gate_table, c
     }
 }
 
-// A block each row that the host has computed. where: its slot + token*n_slots
+// Copies the rows that the host computed to their places, one block per row. where: slot + token*n_slots of each row.
 __global__ void place_rows(const float * rows, const int32_t * where, const int n_slots, const result_rows dst) {
     const int at = where[blockIdx.x];
     const float * from = rows + blockIdx.x*dst.n;
@@ -131,19 +133,19 @@ __global__ void place_rows(const float * rows, const int32_t * where, const int 
 }
 
 struct float_product {
-    const char *  base;  // experts lie moe_edge_unit_bytes from each other
+    const char *  base;  // distances between experts are multiples of moe_edge_unit_bytes
     const float * x;
     float *       dst;
-    int64_t       n_cols;  // numbers in a row of weights
+    int64_t       n_cols;  // values in a row of weights
     int64_t       n_rows;
-    int64_t       x_slot;  // strides, in numbers
+    int64_t       x_slot;  // strides, in values
     int64_t       x_token;
     int           x_slots;
     int64_t       dst_slot;
     int64_t       dst_token;
 };
 
-// A warp each (weight row, slot, token).
+// Runs as one warp per (weight row, slot, token).
 template <typename T>
 __global__ void float_vec(const float_product p, const int32_t * ids) {
     const int64_t row   = (int64_t) blockIdx.x*blockDim.y + threadIdx.y;
@@ -169,9 +171,9 @@ constexpr int TILE_ROWS    = 64;
 constexpr int TILE_COLS    = 32;  // activations
 constexpr int TILE_DEPTH   = 32;
 constexpr int TILE_THREADS = 256;
-constexpr int TILE_SIDE    = 16;  // threads along either side of a tile
+constexpr int TILE_SIDE    = 16;  // threads along each side of a tile
 
-// A block each (rows, activations, expert of the class); see mm_ids_helper for the three indices.
+// Runs as one block per (rows, activations, expert of the class). mm_ids_helper computes the three index arrays.
 template <typename T>
 __global__ void float_tiles(const float_product p, const int32_t * units, const int32_t * x_rows,
                             const int32_t * dst_rows, const int32_t * bounds) {
@@ -255,10 +257,10 @@ struct class_launch {
     path            how;
     int32_t         type;
     const char *    base;
-    int64_t         n_experts;   // that ids of mat_q and floats are places among
+    int64_t         n_experts;   // number of experts that the ids of mat_q and floats index
     const int32_t * ids;         // [n_slots, n_tokens]
     const int32_t * units;       // [n_experts]
-    const char *    gate = nullptr;      // base of the gates that are fused in
+    const char *    gate = nullptr;      // base of the fused gates
     const int32_t * gate_ids = nullptr;
 };
 
@@ -289,11 +291,11 @@ class product {
         if (n_tokens <= get_mmvq_mmid_max_batch(type, cc)) {
             return path::vec_q;
         }
-        // its answer for one token: what is faster with more, cuBLAS, would have to wait for the ids
+        // Ask for one token: with more tokens, upstream may prefer cuBLAS, which would have to wait for the ids.
         return ggml_cuda_should_use_mmq(type, cc, 1, w->ne[2]) ? path::mat_q : path::vec_q;
     }
 
-    // Whether rows of all tiers can be computed with those of a gate in one launch.
+    // Whether the rows of all tiers can be computed together with those of a gate in one launch.
     bool fuses_with(const product & gate) const {
         return cc > GGML_CUDA_CC_PASCAL && m->types == gate.m->types &&
             std::all_of(m->types.begin(), m->types.end(), [&](int32_t t) {
@@ -310,16 +312,16 @@ class product {
         return t && t->usable && m.ops->fixed(const_cast<moe_edge_matrix *>(&m)) ? t : nullptr;
     }
 
-    // Everything is where the table on the device says: no host has to know who was routed to whom.
+    // Computes the product with the table on the device. The host does not need to know the routing.
     void run_table(const moe_edge_cuda_table & t) { run_table(t, nullptr); }
 
-    // The same with the gate, whose table has the same tiers, fused in.
+    // Computes the product with a fused gate. Both tables must have the same tiers.
     void run_table_fused(const moe_edge_cuda_table & t, const product & gate, ggml_tensor * glu) {
         dst = glu;
         run_table(t, &gate);
     }
 
-    // Asks the store for the experts that tokens were routed to; next() then tells where they are.
+    // Requests the experts that tokens were routed to from the store. next() then returns their locations.
     void begin() {
         std::vector<int32_t> experts(w->ne[2]);
         const int32_t n = m->ops->routed(m, experts.data());
@@ -331,7 +333,7 @@ class product {
         m->ops->begin(m, experts.data(), remaining);
     }
 
-    // More experts that may be computed, at least one. False when the step failed.
+    // Gets at least one more expert that can be computed. Returns false if the step failed.
     bool next() {
         const size_t had = ready.size();
         ready.resize(had + remaining);
@@ -344,8 +346,8 @@ class product {
 
     bool complete() const { return remaining == 0; }
 
-    // Computes all that begin() was given to each: what is there, then the rest as it arrives. They
-    // have their x and their ids in common.
+    // Computes all experts passed to begin(): first the available ones, then the others as they arrive. All products
+    // must have the same x and ids.
     static void run_waves(const std::vector<product *> & products) {
         for (product * p : products) {
             p->quantize();
@@ -358,7 +360,8 @@ class product {
         }
     }
 
-    // Both products of the same experts are complete. False, and nothing is done, where a type differs.
+    // Computes both products, whose experts are all available, in one launch per class. Returns false without any
+    // effect if the types of an expert differ or the host computes one of them.
     bool run_fused(product & gate, ggml_tensor * glu) {
         std::sort(ready.begin(), ready.end(), by_expert);
         std::sort(gate.ready.begin(), gate.ready.end(), by_expert);
@@ -371,7 +374,7 @@ class product {
         }
         dst = glu;
         quantize();
-        for (const bool there : { true, false }) {  // what is in memory goes first
+        for (const bool there : { true, false }) {  // experts whose copies have passed go first
             std::vector<moe_edge_launch_item> items;
             std::vector<moe_edge_ready> ups, gates;
             for (size_t i = 0; i < ready.size(); i++) {
@@ -397,8 +400,8 @@ class product {
         return true;
     }
 
-    // The distinct ones of a graph without the hook, which have to come from the device. The
-    // products of a layer share their ids: they are read for the first. (A layer's down is its last.)
+    // The distinct experts of a graph without the hook, read from the device. The products of a layer share their ids,
+    // so they are read only for the first product. (The down product is the last one of a layer.)
     const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
@@ -470,7 +473,7 @@ class product {
                  (int64_t) (dst->nb[2] / sizeof(float)) };
     }
 
-    // Nobody else counts in a step of fixed tables, be they on the device or not.
+    // The counters for a step with static tables, on the device or not; the store does not count in such a step.
     uint32_t * counts() const {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
         return t && m->ops->fixed(m) ? t->counts : nullptr;
@@ -486,7 +489,7 @@ class product {
         m->ops->release(m, list.data(), list.size(), after);
     }
 
-    // What the host is to compute goes to it ahead of the kernels, and is put in behind them.
+    // Passes the host's experts to the host before the kernels are launched, and adds the results after them.
     static void run_ready(const std::vector<product *> & products) {
         std::vector<std::vector<moe_edge_ready>> hosted;
         for (product * p : products) {
@@ -515,13 +518,13 @@ class product {
         products[0]->compute_hosted(products, hosted, at, began_us);
     }
 
-    // Where everything lies in the device's exchange.
+    // The layout of the device's exchange memory.
     struct exchanged {
         char *  memory;
         float * x;         // [x slots * tokens, columns]
         int32_t * ids;     // [slots * tokens]
-        std::vector<float *>   rows;   // of each product: [slots * tokens, rows of weights]
-        std::vector<int32_t *> where;  // and their places
+        std::vector<float *>   rows;   // for each product: [slots * tokens, rows of weights]
+        std::vector<int32_t *> where;  // for each product: the places of these rows
 
         explicit exchanged(const std::vector<product *> & products) {
             const product & p = *products[0];
@@ -546,11 +549,11 @@ class product {
         }
     };
 
-    // Ahead of what is launched from now on. The ticket of x and ids.
+    // Copies x and ids to the exchange memory, before any later launch. Returns the ticket of the copies.
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
-        // one copy where all rows are as far from each other as those of a token are
+        // one copy if all rows have the same distance as the rows of a token
         const bool    even    = x->ne[1] == 1 || x->nb[2] == x->ne[1]*x->nb[1];
         const size_t  pitch   = x->ne[1] == 1 ? x->nb[2] : x->nb[1];
         const int64_t at_once = even ? n_tokens : 1;
@@ -608,8 +611,8 @@ class product {
         CUDA_CHECK(cudaGetLastError());
     }
 
-    // Computes the experts that are on the device first, then those whose copies are in flight, in portions and in
-    // the order of their copies.
+    // Launches the experts in device memory first, then those read from host memory, which take longer, then the others
+    // in portions, in the order of their copies.
     void run_kernels() {
         std::vector<moe_edge_ready> list;
         list.swap(ready);
@@ -675,7 +678,7 @@ class product {
         }
     }
 
-    // The weights of a class as upstream's host functions expect them: experts a block apart.
+    // The weights of a class in the form that upstream's host functions expect: experts with a stride of one block.
     ggml_tensor weights_of(const class_launch & c, const char * base) const {
         ggml_tensor t = *w;
         t.type  = static_cast<ggml_type>(c.type);
@@ -711,8 +714,8 @@ class product {
 
     size_t quantized_token() const { return x->ne[1]*padded_row()*sizeof(block_q8_1)/QK8_1; }
 
-    // Once for all classes and waves: vec_q has one layout for all types. Before anything else is
-    // taken from the pool, which wants its memory back in reverse order.
+    // Converts x once for all classes and waves; vec_q uses one format for all types. Must run before any other
+    // allocation from the pool, which has to be freed in reverse order.
     void quantize() {
         const bool wanted = std::any_of(m->types.begin(), m->types.end(), [&](int32_t t) {
             return path_of(t) == path::vec_q;
@@ -726,7 +729,7 @@ class product {
             x->ne[1], x->ne[2], 1, stream);
     }
 
-    // As many tokens at once as upstream's kernel takes of this type.
+    // Processes as many tokens at a time as upstream's kernel supports for this type.
     void run_vec_q(const class_launch & c) {
         const int64_t step = get_mmvq_mmid_max_batch(static_cast<ggml_type>(c.type), cc);
         for (int64_t t = 0; t < n_tokens; t += step) {
@@ -808,7 +811,7 @@ class product {
     const int64_t          n_tokens;
 
     ggml_cuda_pool_alloc<char>  y;  // x as q8_1, once a class needs it
-    std::vector<moe_edge_ready> ready;      // not yet computed
+    std::vector<moe_edge_ready> ready;      // not computed yet
     int32_t                     remaining = 0;  // experts that are not ready yet
 };
 
@@ -816,14 +819,14 @@ class product {
 
 ggml_backend_buffer_type buffer_types[GGML_CUDA_MAX_DEVICES];
 
-// Laid out as upstream's ggml_backend_cuda_buffer_type_context. The loader of models takes buffer
-// types of one name for one type, so ours needs a name of its own.
+// Has the layout of upstream's ggml_backend_cuda_buffer_type_context. The model loader identifies buffer types by their
+// names, so ours needs its own name.
 struct type_context {
     int         device;
     std::string name;
 };
 
-// A buffer of upstream's, so that its checks see one of theirs.
+// Allocates one of upstream's buffers, so that upstream's checks accept it.
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return moe_edge_alloc_placeholders(ggml_backend_cuda_buffer_type(buft - buffer_types), buft, size);
 }
@@ -838,7 +841,7 @@ static ggml_backend_buffer_type_t buffer_type(int index) {
     }
     ggml_backend_buffer_type & buft = buffer_types[index];
     if (!buft.device) {
-        // with upstream's function for its name it is a CUDA buffer type wherever upstream asks
+        // with upstream's function for its name, upstream treats it as a CUDA buffer type
         buft = *ggml_backend_cuda_buffer_type(index);
         buft.context = new type_context { index, std::string(buft.iface.get_name(&buft)) + "_MoE" };
         buft.iface.alloc_buffer   = alloc_buffer;

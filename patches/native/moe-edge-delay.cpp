@@ -1,4 +1,4 @@
-// How long the threads that compute have been ready without a core.
+// Measures how long the compute threads have been runnable without a core.
 
 #include "moe-edge-cpu.h"
 
@@ -15,20 +15,20 @@
 namespace {
 
 struct compute_thread {
-    int     file;     // its statistics of the kernel's
-    int64_t delay_ns; // when it was last looked at
+    int     file;     // its kernel statistics (schedstat)
+    int64_t delay_ns; // at the last measurement
 };
 
 struct compute_threads {
     std::mutex mutex;
     std::vector<compute_thread> threads;
-    int64_t delay_ns = 0;  // of all, those that have ended included
+    int64_t delay_ns = 0;  // sum over all threads, including those that have ended
 };
 
-// Never destroyed: OpenMP's threads may come later.
+// Never destroyed, because OpenMP's threads may register later.
 compute_threads & known = *new compute_threads;
 
-// -1 where the thread has ended, or the kernel does not say.
+// Returns -1 if the thread has ended or the kernel does not report the time.
 int64_t delay_ns(int file) {
     char text[64];
     const ssize_t n = pread(file, text, sizeof(text) - 1, 0);

@@ -1,5 +1,5 @@
-// Dense matrices of a managed model that upstream keeps in the CPU's own layout. Its kernel for that layout is the faster
-// one for a few rows of activations, and for many its tiles are.
+// Dense matrices of a managed model that upstream stores in the CPU's own layout. Upstream's kernel for that layout is
+// faster for a few rows of activations, and its tiles are faster for many.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-layout.h"
@@ -28,7 +28,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
     dense_traits(ggml::cpu::tensor_traits & upstream, const moe_edge_kernels & kernels) : upstream(upstream), kernels(kernels) {}
 
   private:
-    // The op's work buffer: the activations as the kernel wants them, then a workspace of each thread.
+    // The work buffer of the op: the activations in the kernel's format, then one workspace per thread.
     struct layout {
         size_t act_size, own, own_size;
 
@@ -50,7 +50,7 @@ class dense_traits : public ggml::cpu::tensor_traits {
         if (!has_tiles(op)) {
             return upstream.work_size(n_threads, op, size);
         }
-        size_t theirs = 0;  // for the reference kernels, which are asked for later
+        size_t theirs = 0;  // size for the reference kernels, which may be selected later
         upstream.work_size(n_threads, op, theirs);
         const layout at(op);
         size = std::max(theirs, at.own + n_threads * at.own_size + ALIGN);
@@ -107,7 +107,7 @@ void moe_edge_tiles_for_prompts(ggml_tensor * tensor) {
     if (!kernels || moe_edge_tiles_from(*kernels) == INT64_MAX) {
         return;
     }
-    // upstream has one object for each type and layout, for ever
+    // Upstream has one object for each type and layout, which lives until the process ends.
     static std::mutex mutex;
     static std::map<void *, std::unique_ptr<dense_traits>> traits;
     std::lock_guard<std::mutex> lock(mutex);

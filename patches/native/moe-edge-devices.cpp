@@ -24,10 +24,10 @@ struct known_devices {
     std::map<std::string, known_device> by_name;
 };
 
-// Never destroyed: what still runs when the process ends may point to them.
+// Never destroyed, because work that still runs when the process ends may use them.
 known_devices & known = *new known_devices;
 
-// The number behind a prefix, up to 9 digits; -1 if that is not all there is.
+// Returns the number after a prefix, of up to 9 digits, or -1 if the name is anything else.
 int32_t number_behind(const std::string & name, const std::string & prefix) {
     const std::string digits = name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : "";
     const bool number = !digits.empty() && digits.size() <= 9 && digits.find_first_not_of("0123456789") == std::string::npos;
@@ -66,7 +66,7 @@ known_device open_device(const std::string & name) {
     return found;
 }
 
-// Seconds that work takes, the best of three; infinite where it fails.
+// Returns the shortest of three durations of `work` in seconds; infinite if it fails.
 template <typename F> double best_seconds(F && work) {
     double best = INFINITY;
     for (int i = 0; i < 3; i++) {
@@ -100,9 +100,9 @@ double compute_seconds(const void * weights, uint64_t bytes, int32_t n_threads) 
     });
 }
 
-// Experts of one shape as misses meet them: threads that sleep, and weights that come from memory.
+// Times experts of one shape under the conditions of a miss: sleeping threads, and weights that are in no CPU cache.
 struct product_timing {
-    static constexpr uint64_t ARENA = 64 << 20;  // more than most caches hold
+    static constexpr uint64_t ARENA = 64 << 20;  // larger than most CPU caches
     static constexpr int32_t  FEW = 1, MANY = 3, TRIES = 7;
 
     const ggml_type      type;
@@ -114,7 +114,7 @@ struct product_timing {
     std::vector<float>   out          = std::vector<float>(MANY * n_out);
     uint64_t             next         = 0;
 
-    // Microseconds for n experts, the median.
+    // Returns the median time for n experts in microseconds.
     double of(moe_edge_workers & workers, int32_t n) {
         std::vector<double> took;
         for (int32_t i = 0; i < TRIES; i++) {
@@ -122,7 +122,7 @@ struct product_timing {
             for (int32_t e = 0; e < n; e++, next++) {
                 products.push_back({ weights.data() + next % n_experts * expert_bytes, type, n_in, n_out, { x.data() }, { out.data() + e * n_out } });
             }
-            std::this_thread::sleep_for(std::chrono::microseconds(300));  // until the threads sleep, too
+            std::this_thread::sleep_for(std::chrono::microseconds(300));  // until the threads sleep
             const auto t0 = std::chrono::steady_clock::now();
             workers.multiply(products);
             took.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count());
@@ -149,7 +149,7 @@ int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t 
     moe_edge_workers workers(n_threads);
     const double few  = timing.of(workers, timing.FEW);
     const double many = timing.of(workers, timing.MANY);
-    // where noise has the better of it, nothing is called free
+    // noise must not make an additional expert appear free
     *each_us = std::max((many - few) / (timing.MANY - timing.FEW), many / timing.MANY / 2);
     *wake_us = std::max(0.0, few - *each_us);
     return 0;

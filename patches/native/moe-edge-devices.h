@@ -1,4 +1,4 @@
-// The devices of this process, and the buffer types that their placeholders have.
+// The devices of this process, and the buffer types of their placeholders.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include "ggml-backend.h"
 
-// Whether tensors of this buffer type are placeholders for experts.
+// Returns whether tensors of this buffer type are placeholders for experts.
 bool moe_edge_is_placeholder_type(ggml_backend_buffer_type_t type);
-// That of a store on this device; null: one in main memory.
+// Returns the placeholder type of a store on this device; null stands for main memory.
 ggml_backend_buffer_type_t moe_edge_placeholder_type(const moe_edge_device * device);

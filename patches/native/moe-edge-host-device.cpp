@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int POISON = 0xA5;  // as an F16 scale it is small and wrong
+constexpr int POISON = 0xA5;  // as an F16 scale, a small and wrong value
 
 }  // namespace
 
@@ -45,7 +45,7 @@ void * moe_edge_host_device::map(uint64_t bytes) {
     if (memory == MAP_FAILED) {
         return nullptr;
     }
-    madvise(memory, bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    madvise(memory, bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not work together
     std::lock_guard<std::mutex> lock(mutex);
     mapped[memory] = bytes;
     return memory;
@@ -53,7 +53,8 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return running == 0; });  // of a lost device, tickets do not say so
+    changed.wait(lock, [this] { return running == 0; });  // the tickets of a lost device pass before its jobs have
+                                                          // ended
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {
         munmap(memory, it->second);
@@ -144,8 +145,8 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
-// A device that is gone reads nothing: what runs ends before anybody hears of the loss, since all
-// tickets count as passed then, and the memory that they stood for is written again.
+// Waits until the running jobs have ended before it reports the loss: all tickets then count as passed, and the memory
+// that these jobs use may be written again.
 void moe_edge_host_device::lose(const std::string & why) {
     std::unique_lock<std::mutex> lock(mutex);
     losing = true;

@@ -12,12 +12,11 @@
 #include <thread>
 #include <vector>
 
-// Main memory as a device: a thread copies for each lane, and one more runs what a test submits
-// in the place of kernels. The CPU executor reads its memory where it lies, so that all of a
-// device store can be tried on a machine without a GPU.
+// Main memory as a device, for tests without a GPU. One thread copies for each lane, and another thread runs the work
+// that a test submits as a substitute for kernels. The CPU executor reads the device's memory directly.
 //
-// max_delay_us > 0, for tests: a copy first overwrites where it goes, and some take up to this long
-// then; who does not wait for tickets meets poison, and lanes overtake each other at random.
+// With max_delay_us > 0, a copy first overwrites its destination with poison, and some copies are delayed by up to this
+// time. A reader that does not wait for its ticket then sees poison, and lanes overtake each other at random.
 struct moe_edge_host_device : moe_edge_device {
     explicit moe_edge_host_device(int32_t max_delay_us = 0);
     ~moe_edge_host_device() override;
@@ -35,9 +34,9 @@ struct moe_edge_host_device : moe_edge_device {
     void wait(moe_edge_ticket ticket) override;
     std::string error() override;
 
-    // Behind what was submitted before, and behind all of `after`.
+    // Runs work after all work submitted before and after all tickets in `after`.
     moe_edge_ticket submit(std::function<void()> work, std::vector<moe_edge_ticket> after);
-    // The device is lost from here on.
+    // Simulates the loss of the device from now on.
     void lose(const std::string & why);
 
   private:
@@ -50,7 +49,7 @@ struct moe_edge_host_device : moe_edge_device {
     };
     struct lane {
         std::deque<job> jobs;
-        uint64_t        given = 0;  // tickets count from 1
+        uint64_t        given = 0;  // tickets issued; they count from 1
         uint64_t        done  = 0;
         std::thread     thread;
     };
@@ -67,7 +66,7 @@ struct moe_edge_host_device : moe_edge_device {
     lane                    lanes[N_LANES];
     std::map<void *, uint64_t> mapped;
     std::string             lost;
-    int32_t                 running  = 0;  // lanes with work at hand
-    bool                    losing   = false;  // nothing begins
+    int32_t                 running  = 0;  // lanes that are running a job
+    bool                    losing   = false;  // no new job may start
     bool                    stopping = false;
 };

@@ -11,7 +11,7 @@ uint64_t moe_edge_host_tier::least_bytes(const std::vector<size_class> & classes
     return bytes;
 }
 
-// The same share of the slices of every class, but no less than it needs.
+// Divides the budget so that every class gets slots for the same share of its slices, but at least its minimum.
 std::vector<int32_t> moe_edge_host_tier::divide(uint64_t budget_bytes, const std::vector<size_class> & classes) {
     const auto slots_at = [&](double share) {
         std::vector<int32_t> n;
@@ -152,7 +152,7 @@ moe_edge_ticket moe_edge_host_tier::blocked_by(int32_t size_class) const {
     for (int32_t slot = lists[size_class].oldest; slot >= 0; slot = slots[slot].newer) {
         const auto & s = slots[slot];
         if (s.holds == 0) {
-            const moe_edge_ticket t = feeding(s);  // it may have passed meanwhile
+            const moe_edge_ticket t = feeding(s);  // it may have passed in the meantime
             return t != 0 ? t : *std::max_element(std::begin(s.copies), std::end(s.copies));
         }
     }

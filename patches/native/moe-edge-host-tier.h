@@ -1,9 +1,9 @@
-// The host tier of a device store: slices in host memory, on their way to the device and kept
-// for the next time, within a budget of its own.
+// The host tier of a store on a device: slices in host memory, on their way to the device or kept for the next miss,
+// within a separate budget.
 //
-// Slices of one size share fixed slots. A slot is being filled by one load, or it is complete;
-// it may be taken for another slice when nobody holds it and every copy from it has passed.
-// Guarded by the store's mutex.
+// Slices of the same size share a fixed set of slots. A slot is being filled by one load, or it is complete. A complete
+// slot may be reused for another slice if no load holds it and every copy from it has passed. The store's mutex guards
+// the host tier.
 
 #pragma once
 
@@ -15,18 +15,18 @@
 
 class moe_edge_host_tier {
   public:
-    // Slices that take slots of one size. least: slots without which reads and copies would
-    // wait for each other; no more than there are slices.
+    // Slices that use slots of one size. least: the number of slots below which reads and copies would block each
+    // other; at most the number of slices.
     struct size_class {
         uint64_t slot_bytes;
         int32_t  n_slices;
         int32_t  least;
     };
 
-    // The smallest budget that works.
+    // Returns the smallest budget that works.
     static uint64_t least_bytes(const std::vector<size_class> & classes);
 
-    // Raises std::runtime_error where the budget is too small or there is no memory.
+    // Throws std::runtime_error if the budget is too small or the memory cannot be allocated.
     moe_edge_host_tier(moe_edge_device & device, uint64_t budget_bytes, const std::vector<size_class> & classes,
                        int32_t n_slices);
     ~moe_edge_host_tier();
@@ -37,24 +37,23 @@ class moe_edge_host_tier {
     uint64_t bytes() const { return total_bytes; }
     char *   data(int32_t slot) const { return slots[slot].data; }
 
-    // Each of these three gives a slot that is held until drop().
-    // The slot that holds this slice, complete; -1: none. A slice that only passes through
-    // keeps its place in the order of eviction.
+    // find() and reserve() return a slot that is held until drop(). Returns the complete slot of this slice, or -1 if
+    // there is none. With passing, for a streaming request, the slice keeps its place in the LRU order.
     int32_t find(int32_t slice, bool passing);
-    // A slot to read this slice into: a free one, else the one used least recently. -1: all are busy.
+    // Returns a slot to read this slice into: a free one, or else the least recently used one. -1 if all are in use.
     int32_t reserve(int32_t slice, int32_t size_class);
-    // A ticket after which reserve() may find one; 0: not by waiting for copies.
+    // Returns a ticket after which reserve() may succeed, or 0 if waiting for copies does not help.
     moe_edge_ticket blocked_by(int32_t size_class) const;
 
-    // All of the slice's bytes are there. passing: the next to go.
+    // Marks a slot as complete. passing: the slice was streamed, and is the next to be evicted.
     void    complete(int32_t slot, bool passing);
-    void    feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket);  // a copy from it is under way
-    void    drop(int32_t slot);                                         // no longer held; incomplete, it is free
-    // The device's copy of this slice goes: the one here, if there is one, is worth more now.
+    void    feeds(int32_t slot, int32_t lane, moe_edge_ticket ticket);  // a copy from the slot is in flight
+    void    drop(int32_t slot);                                         // ends a hold; an incomplete slot becomes free
+    // Makes the slice the most recently used one, if it is here. Called when its copy on the device is evicted.
     void    touch(int32_t slice);
 
-    // A slot that will be held until an op has used what is in it. Those of one op may wait for
-    // those of a later one: false where that would leave too few for loads that end by themselves.
+    // Lends a slot that stays held until an op has used its contents. Ops may wait for each other's lent slots, so this
+    // returns false if too few slots would remain for loads that end without an op.
     bool    lend(int32_t size_class);
     void    take_back(int32_t size_class) { lists[size_class].lent--; }
     int32_t lent(int32_t size_class) const { return lists[size_class].lent; }
@@ -68,7 +67,7 @@ class moe_edge_host_tier {
         int32_t of_class = 0;
         int32_t slice    = -1;     // -1: free
         int32_t holds    = 0;
-        bool    complete = false;  // and in the class's list
+        bool    complete = false;  // complete, and in the list of its class
         int32_t newer    = -1;
         int32_t older    = -1;
         moe_edge_ticket copies[MOE_EDGE_N_LANES] = {};  // the latest copy from this slot, by lane
@@ -83,7 +82,7 @@ class moe_edge_host_tier {
     };
 
     static std::vector<int32_t> divide(uint64_t budget_bytes, const std::vector<size_class> & classes);
-    moe_edge_ticket feeding(const host_slot & s) const;  // a copy from it that has not passed, or 0
+    moe_edge_ticket feeding(const host_slot & s) const;  // ticket of a copy from it that has not passed, or 0
     void    remove(int32_t slot);
     void    insert(int32_t slot, bool as_oldest);
 
@@ -92,6 +91,6 @@ class moe_edge_host_tier {
     uint64_t               total_bytes = 0;
     bool                   pinned = false;
     std::vector<host_slot> slots;
-    std::vector<list>      lists;       // by size class
-    std::vector<int32_t>   slot_of;     // by slice, complete ones; -1
+    std::vector<list>      lists;       // one for each size class
+    std::vector<int32_t>   slot_of;     // for each slice: its complete slot, or -1
 };

@@ -1,4 +1,4 @@
-// Misses that are not copied: threads of the host compute them from the host tier, and they take no slot.
+// Misses that are not copied to a slot: the op that needs the expert uses it from the host tier.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -25,7 +25,7 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// What a layer lacks of an expert, and what is not on its way already.
+// Whether this matrix of an expert is missing and not already being loaded.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -44,7 +44,8 @@ uint64_t moe_edge_store::missing_bytes(int32_t layer, int32_t kind, int32_t expe
     return bytes;
 }
 
-// What the host's threads take for it; infinite where they are not to compute one of its matrices.
+// The seconds that the host threads need for the missing matrices of an expert; infinite if they cannot compute one of
+// them.
 double moe_edge_store::compute_seconds(int32_t layer, int32_t kind, int32_t expert) const {
     double seconds = 0.0;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
@@ -65,15 +66,16 @@ void moe_edge_store::multiply(const std::vector<moe_edge_product> & products, ui
     }
 }
 
-// Chooses for ask() how each missing expert is served. With MOE_EDGE_MISS_AUTO the link to the device and the
-// host's threads share the experts: each expert in turn goes to the one that would finish it first.
+// Chooses how to handle the misses of a layer, for ask(). With MOE_EDGE_MISS_AUTO, the link to the device and the host
+// threads share the experts: each expert goes to the one that is expected to finish it first. An expert that is read in
+// place crosses the link a second time afterwards, when it is copied to a slot.
 void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens) {
     if (misses == MOE_EDGE_MISS_COPY) {
         return;
     }
     const bool few = n_tokens <= MOE_EDGE_IN_PLACE_TOKENS;
     const double slower = hosted_took_s / hosted_expected_s;
-    double link = 0.0, threads = 2.0 * round_trip_s;  // for what goes into gate and up, and into down
+    double link = 0.0, threads = 2.0 * round_trip_s;  // two synchronizations: before gate and up, and before down
     bool hosted = false;
     for (int32_t i = 0; i < n; i++) {
         auto & place = places[experts[i]];
@@ -82,7 +84,7 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
         if (place != MOE_EDGE_MISS_AUTO) {
             continue;
         }
-        if (bytes == 0.0) {  // all that it lacks is on its way: nothing was weighed, and it comes to a slot
+        if (bytes == 0.0) {  // its matrices are already being loaded into slots
             place = MOE_EDGE_MISS_COPY;
             continue;
         }
@@ -100,8 +102,8 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
     hosted_expected_s += hosted ? threads : 0.0;
 }
 
-// Serves a request of this step without a slot if the host is to compute its expert and the host tier
-// can spare a slot for that. Returns whether it does.
+// Serves a request of this step without a slot, if its expert is to be used in place and the host tier can lend a slot.
+// Returns whether it does.
 bool moe_edge_store::try_in_place(int32_t cell) {
     const auto & c = cells[cell];
     const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
@@ -127,9 +129,9 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
     stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
-// An expert that was used in place comes to slots behind that, as if it was read ahead, unless
-// others still wait for their copies: the cache follows the routing as fast as the link allows.
-// With exact tiers nothing is read ahead, since a better copy on its way would be computed with.
+// Copies an expert that was used in place to slots, as a prefetch. It does so only if no other copies are waiting, so
+// that the cache follows the routing as fast as the link allows. With exact tiers, nothing is prefetched, because a
+// better tier that is being loaded would be computed.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;

@@ -1,6 +1,6 @@
-// What the CUDA executor launches for a set of experts. Its kernels find an expert by the number
-// of blocks between it and a base, so experts of one type that such a number reaches from one base
-// are a class, and each class is one launch of a kernel for its type. No CUDA in here.
+// The launches of the CUDA executor for a set of experts. Kernels find an expert by its distance from a base address,
+// counted in blocks. Experts of one type within reach of one base form a class, and each class is one launch of a
+// kernel for its type. This file contains no CUDA code.
 
 #pragma once
 
@@ -15,10 +15,10 @@
 constexpr int32_t MOE_EDGE_LAUNCH_EXPERTS = 256;
 constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 
-// Kernels count blocks in 32 bits, those within an expert too: none has as many as are left out.
+// Kernels count blocks in 32 bits, including the blocks within an expert. The margin is larger than any expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// Experts lie whole units from each other: blocks, or what float slices are rounded up to.
+// The distance between experts is a multiple of this: the size of a block, or the alignment of float slices.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }
@@ -27,37 +27,37 @@ struct moe_edge_launch_item {
     int32_t      expert;
     int32_t      type;
     const char * data;            // null: skipped
-    const char * gate = nullptr;  // the same expert's gate, of the same type, where it is fused in
+    const char * gate = nullptr;  // the same expert's gate, of the same type, if it is fused
 };
 
 struct moe_edge_launch_class {
     int32_t      type  = -1;
-    int32_t      first = 0;  // of its experts in the list
+    int32_t      first = 0;  // index of its first expert in the list
     int32_t      n     = 0;
     const char * base  = nullptr;
     const char * gate  = nullptr;
 };
 
-// Goes to a kernel by value: no table has to be copied ahead of it.
+// Passed to a kernel by value, so that no table has to be copied before the launch.
 struct moe_edge_launch_list {
     int32_t  n_classes = 0;
     int32_t  n         = 0;
-    uint32_t indexed   = 0;  // bit c: ids of class c are places in it, not units
-    int32_t  first[MOE_EDGE_LAUNCH_CLASSES + 1] = {};  // last: experts that are skipped
+    uint32_t indexed   = 0;  // bit c: the ids of class c are indices in the class instead of units
+    int32_t  first[MOE_EDGE_LAUNCH_CLASSES + 1] = {};  // the last entry is the start of the skipped experts
     int32_t  expert[MOE_EDGE_LAUNCH_EXPERTS];
-    int32_t  unit[MOE_EDGE_LAUNCH_EXPERTS];            // from the class's base
+    int32_t  unit[MOE_EDGE_LAUNCH_EXPERTS];            // distance from the base of the class, in units
 };
 
 struct moe_edge_launch {
     moe_edge_launch_list list;
-    moe_edge_launch_list gate;  // the same experts; unused where nothing is fused
+    moe_edge_launch_list gate;  // the gates of the same experts; only used if they are fused
     moe_edge_launch_class classes[MOE_EDGE_LAUNCH_CLASSES];
 };
 
 inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_launch_item> items) {
     const auto place = [](const moe_edge_launch_item & e) {
         const uint64_t unit = e.data ? moe_edge_unit_bytes(e.type) : 1;
-        // skipped ones last
+        // skipped experts come last
         return std::make_tuple(e.data == nullptr, e.type, (uintptr_t) e.data % unit, (uintptr_t) e.gate % unit,
                                (uintptr_t) e.data);
     };
@@ -66,7 +66,7 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     });
 
     std::vector<moe_edge_launch> launches;
-    const char * gate_end = nullptr;  // of the class being filled
+    const char * gate_end = nullptr;  // end of the gates in the class being filled
     for (const moe_edge_launch_item & e : items) {
         moe_edge_launch * l = launches.empty() ? nullptr : &launches.back();
         if (!l || l->list.n == MOE_EDGE_LAUNCH_EXPERTS) {
@@ -100,7 +100,7 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
         l->list.n++;
     }
 
-    // bases are known now
+    // All bases are known now, so compute the units.
     size_t at = 0;
     for (moe_edge_launch & l : launches) {
         for (int32_t c = 0; c < l.list.n_classes; c++) {
@@ -128,9 +128,9 @@ inline std::vector<moe_edge_launch> moe_edge_plan_launches(std::vector<moe_edge_
     return launches;
 }
 
-// The table of one matrix as it lies on the device, where every tier is a class of its own:
-// [n_expert] tier of each expert, -1 skipped, then [n_expert] units from the tier's base. False
-// where the units of a tier do not reach an expert. types and base: [n_tiers].
+// The table of one matrix as stored on the device, where every tier is a class: [n_expert] tier of each expert, -1 if
+// skipped, then [n_expert] distance from the base of the tier in units. types and base: [n_tiers]. Returns false if an
+// expert is out of reach.
 template <typename Entry>
 bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<int32_t> & types,
                          const std::vector<const char *> & base, std::vector<int32_t> & out) {
@@ -141,7 +141,7 @@ bool moe_edge_plan_table(const std::vector<Entry> & entries, const std::vector<i
         if (!data) {
             continue;
         }
-        // two tiers may be of one type: then whichever memory it is in
+        // Two tiers may have the same type; the address then decides.
         bool found = false;
         for (size_t t = 0; t < types.size() && !found; t++) {
             const uint64_t unit = moe_edge_unit_bytes(types[t]);

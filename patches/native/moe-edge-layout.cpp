@@ -12,8 +12,8 @@
 #include <cstring>
 #include <vector>
 
-// Upstream's buffer type changes the layout as well, but it logs a line for each tensor, and ours are one
-// expert's. These are what it calls, but for Q4_K and Q2_K, for which ours are faster.
+// Upstream's buffer type can change the layout, too, but it logs a line for each tensor, and we convert each expert
+// separately. These are the functions that it calls. For Q4_K and Q2_K we use our own, which are faster.
 namespace ggml::cpu::repack {
 template <typename BLOC_TYPE, int64_t INTER_SIZE, int64_t NB_COLS>
 int repack(ggml_tensor * t, const void * data, size_t data_size);
@@ -37,7 +37,7 @@ void pack_six_bits(const uint8_t * scales, const uint8_t * mins, uint8_t * q) {
     }
 }
 
-// Scales and minimums of one block of eight rows, in[r*stride] being row r's.
+// Interleaves the scales and minimums of one block of eight rows. in[r*stride] is the block of row r.
 void interleave_scales(const block_q4_K * in, int64_t stride, block_q4_Kx8 & to) {
     uint8_t scales[ROWS][ROWS], mins[ROWS][ROWS];  // [row][part]
     for (int r = 0; r < ROWS; r++) {
@@ -55,13 +55,13 @@ void interleave_scales(const block_q4_K * in, int64_t stride, block_q4_Kx8 & to)
 
 void interleave_scales(const block_q2_K * in, int64_t stride, block_q2_Kx8 & to) {
     for (int r = 0; r < ROWS; r++) {
-        for (int i = 0; i < QK_K/16; i += 2) {  // pairs of a scale and a minimum, for two parts of a row
+        for (int i = 0; i < QK_K/16; i += 2) {  // a scale and a minimum share a byte; copies two parts of a row
             memcpy(to.scales + i*ROWS + 2*r, in[r*stride].scales + i, 2);
         }
     }
 }
 
-// What upstream does to these types, in a quarter of its time.
+// Converts these types as upstream does, in a quarter of the time.
 template <typename INTERLEAVED, typename PLAIN> int interleave(ggml_tensor * to, const void * rows, size_t) {
     const int64_t n_blocks = to->ne[0] / QK_K;
     auto * out = static_cast<INTERLEAVED *>(to->data);
@@ -117,7 +117,7 @@ bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     return t.extra != nullptr;
 }
 
-// Whether upstream has tiles of this type on this CPU; the environment can turn them off.
+// Whether upstream has tiles for this type on this CPU. An environment variable can disable them.
 bool upstream_tiles(int32_t type) {
     const int64_t n_in = ggml_blck_size((ggml_type) type);
     ggml_tensor w = matrix(type, n_in, ROWS, nullptr), x = matrix(GGML_TYPE_F32, n_in, 1, nullptr);
@@ -140,7 +140,7 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels) {
-    // asked in every op, and the same for ever
+    // cached, because every op asks and the answer never changes
     static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
     return kernels.tiles_from > 0 && tiles ? kernels.tiles_from : INT64_MAX;
 }

@@ -1,4 +1,4 @@
-// The CPU's own layout of a matrix: eight rows of it interleaved, as upstream's repacked kernels read them.
+// The CPU's own layout of a matrix: groups of eight interleaved rows, as upstream's repacked kernels read them.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 struct ggml_tensor;
 
-constexpr int MOE_EDGE_ROWS = 8;  // interleaved with each other
+constexpr int MOE_EDGE_ROWS = 8;  // number of rows that are interleaved
 
-// Eight scales and eight minimums of six bits each in 12 bytes. Q4_K has them so for the parts of one row; interleaved,
-// for one part of eight rows. Written are scales[i*stride] and mins[i*stride].
+// Unpacks eight scales and eight minimums of six bits each from 12 bytes to scales[i*stride] and mins[i*stride]. In
+// plain Q4_K, these belong to the parts of one row; in the interleaved layout, to one part of eight rows.
 template <typename NUMBER> inline void moe_edge_unpack_six_bits(const uint8_t * q, NUMBER * scales, NUMBER * mins, int stride) {
     for (int i = 0; i < 4; i++) {
         const int high = (i + 4) * stride;
@@ -21,35 +21,38 @@ template <typename NUMBER> inline void moe_edge_unpack_six_bits(const uint8_t * 
     }
 }
 
-// Upstream's kernels for the layout of one type. gemv and gemm write nr rows of nc numbers each to out, whose rows
-// are `stride` numbers apart: the products of nr rows of activations with nc rows of weights, nc a multiple of 8.
+// Upstream's kernels for the layout of one type. gemv and gemm multiply nr rows of activations with nc rows of weights,
+// where nc is a multiple of 8. They write nr rows of nc values each to out; the distance between the rows is `stride`
+// values.
 struct moe_edge_kernels {
     using product = void (*)(int n_in, float * out, size_t stride, const void * weights, const void * acts, int nr, int nc);
 
     int32_t type;
-    product gemv;  // one row of activations, as its vec_dot type
-    product gemm;  // a multiple of four, by fours interleaved
-    void (*quantize)(const float * x, void * acts, int64_t n_in);  // four rows at x, one behind the other, interleaved
+    product gemv;  // for one row of activations in its vec_dot type
+    product gemm;  // for a multiple of four rows of activations, interleaved in groups of four
+    void (*quantize)(const float * x, void * acts, int64_t n_in);  // converts four consecutive rows at x and
+                                                                   // interleaves them
     int (*interleave)(ggml_tensor * to, const void * rows, size_t size);
-    int64_t tiles_from;  // so many rows of activations are faster by tiles; 0: never
+    int64_t tiles_from;  // rows of activations from which tiles are faster; 0: never
 };
 
-// Those for a matrix of n_out rows of n_in numbers; null where this CPU or this shape has none, or where they
-// gain nothing. Never where upstream's repacked buffer type would keep the matrix plain.
+// Returns the kernels for a matrix of n_out rows of n_in values, or null if this CPU has none for this shape or they
+// are not faster. Also null if upstream's repacked buffer type would not change the layout of the matrix.
 const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t n_out);
 
-// From so many rows of activations on, upstream's tiles are faster on this CPU; they want block_q8_K.
+// Returns the number of rows of activations from which upstream's tiles are faster on this CPU, or INT64_MAX if they
+// never are. The activations must be block_q8_K.
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels);
 
-// out[a][r]: n_acts activations of n_in numbers times the rows [first, last) of a matrix, multiples of 8. The workspace
-// has moe_edge_tiles_size() bytes, aligned to 64.
+// Computes out[a][r] for n_acts activations of n_in values and the rows [first, last) of a matrix, which are multiples
+// of 8. The workspace has moe_edge_tiles_size() bytes and is aligned to 64.
 void   moe_edge_tiles(int32_t type, const void * weights, int64_t n_in, int64_t first, int64_t last, const void * const * acts,
                       int64_t n_acts, float * const * out, void * workspace);
 size_t moe_edge_tiles_size();
 
-// Of n_rows rows of weights, so many for a thread at once: many, which share what is made of the activations, but some
-// parts for each thread.
+// Returns how many of n_rows rows of weights a thread should take at a time: many, because they share the converted
+// activations, but few enough that each thread gets several portions.
 int64_t moe_edge_tiles_rows(int64_t n_rows, int n_threads);
 
-// Changes the layout of a plain matrix in place.
+// Converts a plain matrix to this layout in place.
 void moe_edge_interleave(const moe_edge_kernels & kernels, int64_t n_in, int64_t n_out, void * matrix);

@@ -1,7 +1,8 @@
-// How much of their memory slots take, which may change between steps.
+// The limit on the memory of slots, which may change between steps.
 //
-// Slots lie in turn (lay_out_in_turn), so that a limit cuts their memory at one place: what is before it stays, and what
-// is behind it is emptied and goes back to the system. What is worth keeping there moves to the front.
+// Slots of all groups are interleaved in memory (lay_out_in_turn), so that a limit cuts the memory at one address.
+// Slots below it stay. Slots above it are emptied, and their memory returns to the system. Entries worth keeping are
+// moved below the limit.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -35,9 +36,10 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
         total += pools[g].slot_bytes;
         n_slots[g]++;
     }
-    collect_counts();  // while the tables are as they were
+    collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        conclude_transitions();  // else their slots would stay until the next step, which may wait for the limit
+        conclude_transitions();  // otherwise their slots would stay in use until the next step, which may be waiting
+                                 // for the limit
     }
     tables_fixed = false;
     stats.slot_bytes = total;
@@ -46,20 +48,22 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     fit();
     for (auto & pool : pools) {
-        serve_waiting(pool);  // where the limit rose
+        serve_waiting(pool);  // the limit may have increased
     }
     wake();
     return owed_bytes;
 }
 
-// Whoever waits for the limit goes on only as long as something is being loaded: without a load, no slot comes.
+// Counts the loads in progress. A caller that waits for the limit may stop waiting when this is 0: no slot will be
+// released without a load.
 int32_t moe_edge_store::loading() {
     std::lock_guard<std::mutex> lock(mutex);
     return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
-// Empties slots behind the limit, as far as nobody needs what is in them, and gives their memory back: what is used most
-// moves to slots within it, which are free or become so. What is left is empty when who needs it lets go.
+// Empties the slots above the limit that are not needed, and returns their memory to the system. The most recently used
+// entries move to slots below the limit, evicting others if necessary. Slots that are still needed are emptied later,
+// after they are released.
 void moe_edge_store::fit() {
     for (auto & pool : pools) {
         for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {
@@ -90,7 +94,7 @@ void moe_edge_store::move_slot(moe_edge_pool & pool, int32_t slot) {
     point_to_slot(cell);
 }
 
-// Of slots behind the limit that are still in use.
+// Bytes of the slots above the limit that are still in use.
 uint64_t moe_edge_store::bytes_beyond() const {
     uint64_t bytes = 0;
     for (const auto & pool : pools) {
@@ -99,7 +103,7 @@ uint64_t moe_edge_store::bytes_beyond() const {
     return bytes;
 }
 
-// The memory behind the limit that no slot in use has a part in, as far as huge pages go back whole.
+// The memory above the limit that no used slot overlaps, in whole huge pages.
 std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     std::vector<std::pair<char *, char *>> used, unused;
     for (const auto & pool : pools) {
@@ -112,7 +116,7 @@ std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
         }
     }
     std::sort(used.begin(), used.end());
-    char * end = static_cast<char *>(mapped) + mapped_bytes;  // no huge page goes on behind it
+    char * end = static_cast<char *>(mapped) + mapped_bytes;  // no huge page extends past it
     char * at  = static_cast<char *>(memory) + stats.slot_bytes;
     used.emplace_back(end, end);
     for (const auto & [first, last] : used) {
@@ -126,7 +130,7 @@ std::vector<std::pair<char *, char *>> moe_edge_store::unused_pieces() const {
     return unused;
 }
 
-// Empty, or the invariant that does not hold.
+// Returns an empty string, or the violated invariant.
 std::string moe_edge_store::check_limit() const {
     uint64_t usable = 0;
     for (const auto & pool : pools) {
@@ -139,7 +143,7 @@ std::string moe_edge_store::check_limit() const {
             (unsigned long long) bytes_beyond());
     }
     if (device || owed_bytes > 0) {
-        return {};  // what is still to come may have gone meanwhile, and its memory not yet
+        return {};  // a slot that was still in use may have been freed since, while its memory is still mapped
     }
     for (const auto & [first, last] : unused_pieces()) {
         std::vector<unsigned char> resident((last - first) / MOE_EDGE_BLOCK);

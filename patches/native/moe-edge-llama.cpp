@@ -1,4 +1,4 @@
-// Binding: which store serves which model.
+// Attaches stores to models.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-hook.h"
@@ -18,13 +18,13 @@ moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// Why the latest load or context in this thread failed, until it is asked for.
+// The reason for the latest failed load or context of this thread, and the string that was returned last.
 thread_local std::string load_error, told_load_error;
 
-// Stands for the experts of a model that is loaded without memory, which computes nothing.
+// The matrix of all expert tensors in a model loaded without memory, which computes nothing.
 moe_edge_matrix unloaded;
 
-// The values of a bias of n experts, wherever it lies; false for one that is not F32.
+// Reads a bias of n experts from any backend. Returns false if it is not F32 or has another size.
 bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     if (bias) {
         if (bias->type != GGML_TYPE_F32 || ggml_nelements(bias) != n) {
@@ -36,7 +36,7 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     return true;
 }
 
-// The experts of each token where its id chooses them; empty where the layer has no such table.
+// Reads the table of experts by token id. Returns an empty table if the layer has none.
 std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_store & store) {
     std::vector<int32_t> out;
     if (table && table->type == GGML_TYPE_I32 && table->ne[0] == store.n_expert_used) {
@@ -49,7 +49,7 @@ std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_stor
     return out;
 }
 
-// The graph has what a store cannot serve.
+// Reports a graph that a store cannot serve.
 template <typename... Args> [[noreturn]] void cannot_manage(const char * text, Args... args) {
     load_error = format(text, args...) + ": moe-edge cannot manage this model";
     throw std::runtime_error(load_error);
@@ -77,12 +77,12 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
     tensor->extra = &store.matrices[layer][kind];
 }
 
-// Looking ahead reads one more router in each layer: in half precision those are half as many bytes,
-// and a prediction needs no more. The router that decides stays as it is.
+// Copies the routers in half precision for the look-ahead, which reads one more router per layer. This halves the bytes
+// to read and is precise enough for a prediction. The routers that select the experts are not changed.
 void copy_routers(hook_model & hook) {
     const int32_t n = hook.store->n_ahead > 0 ? hook.layers.size() : 0;
     hook.copies.reset(ggml_init({ (n + 1) * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
-    for (int32_t l = 1; l < n; l++) {  // nobody looks ahead to the first layer
+    for (int32_t l = 1; l < n; l++) {  // no layer looks ahead to the first one
         auto & layer = hook.layers[l];
         const ggml_tensor * router = layer.router;
         if (!router || router->type != GGML_TYPE_F32 || !ggml_is_contiguous(router)) {
@@ -121,7 +121,8 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
         hook_layer each = { hook.get(), l, nullptr, layer.ffn_gate_inp, layer.ffn_gate_inp, {}, {} };
         if (layer.ffn_gate_inp_s || !read_bias(layer.ffn_gate_inp_b, store.n_expert, each.router_bias) ||
             !read_bias(layer.ffn_exp_probs_b, store.n_expert, each.choice_bias)) {
-            each.router = each.ahead_router = nullptr;  // each layer scales what its router reads, or a bias is odd
+            each.router = each.ahead_router = nullptr;  // the layer scales its router's input, or a bias has an
+                                                        // unexpected form
         }
         each.by_token = read_choices(layer.ffn_gate_tid2eid, store);
         for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
@@ -148,7 +149,7 @@ std::unique_ptr<hook_model> make_hook(moe_edge_store & store, const llama_model 
     return hook;
 }
 
-// With the registry's lock held.
+// Requires the registry's lock.
 void detach(const llama_model * model) {
     const auto it = moe_edge_attached.models.find(model);
     for (auto & layer : it->second->layers) {

@@ -1,4 +1,4 @@
-// Loads: from what is asked for to a slot that is published, and what is evicted for it. All with the mutex held.
+// Loads: from a request to a published slot, including evictions. All functions require the mutex.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -9,14 +9,14 @@
 
 namespace {
 
-// The order in which a layer computes its kinds: the activation's first operand is gate.
+// The order in which a layer computes its matrices: gate is the activation's first operand.
 constexpr int32_t KIND_RANK[MOE_EDGE_N_KINDS] = { /* up */ 1, /* gate */ 0, /* gate_up */ 0, /* down */ 2 };
 
 }  // namespace
 
 // ---- slots
 
-// As if a load had arrived: what is evicted next does not depend on the disk.
+// Marks an entry as used, and its load as if it had arrived, so that evictions do not depend on the timing of the disk.
 void moe_edge_store::touch(int32_t cell) {
     auto & c = cells[cell];
     if (auto * load = c.load()) {
@@ -31,11 +31,11 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// No op of this step and no transition needs what is resident.
+// Whether the resident version may be evicted: no op of this step and no transition needs it.
 bool moe_edge_store::may_go(int32_t cell) const { return !cells[cell].pinned() && !in_transition(cell); }
 
-// The complete slot that goes first, of those that may: what passing requests loaded before the rest, of either the one
-// used least recently. A prefetch takes no slot of what stands in its list or in a later one. -1 if there is none.
+// Returns the complete slot that is evicted first, or -1 if no slot may be evicted. Slots of streaming requests come
+// first, then the others, each in LRU order. A prefetch does not evict experts of its own list or of a later one.
 int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const {
     const auto oldest = [&](bool of_passing) {
         return pool.oldest([&](const moe_edge_pool::slot & s) {
@@ -46,9 +46,10 @@ int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_
     return slot < 0 && (!claim.passing || pool.may_pass()) ? oldest(false) : slot;
 }
 
-// A free slot; else the one that goes first. Where a pool holds several tiers, a request may at last take the slot of a
-// cell that this step needs in a better tier than it has: that cell waits for a slot of the same pool, and no op can use
-// its old tier. -1 if there is none. A slot behind the limit that goes first leaves nothing free.
+// Takes a free slot, or evicts one. Returns -1 if there is none. As a last resort, in a pool of several tiers, a
+// request may evict an entry that this step needs in a better tier than the resident one: that entry waits for a slot
+// of the same pool, and no op can use its old tier. Evicting a slot above the limit frees no usable slot, so the loop
+// continues.
 int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim) {
     const bool request = claim.list == MOE_EDGE_NO_LIST;
     while (!pool.has_free()) {
@@ -69,7 +70,7 @@ int32_t moe_edge_store::take_slot(moe_edge_pool & pool, int32_t cell, const moe_
     return pool.take(cell, claim);
 }
 
-// The cell's complete tier leaves memory.
+// Removes the resident tier of an entry.
 void moe_edge_store::drop_tier(int32_t cell) {
     auto & c    = cells[cell];
     auto & pool = pool_of(cell, c.tier());
@@ -157,9 +158,9 @@ void moe_edge_store::dequeue(int32_t cell) {
     }
 }
 
-// ---- the beginning of a load
+// ---- start of a load
 
-// From the host tier where it has the bytes, else from disk.
+// Starts a load from the host tier if it has the bytes, otherwise from disk.
 void moe_edge_store::start_load(int32_t cell, moe_edge_load load) {
     const int32_t found = staged(cell, load.tier()) ? host->find(slice_id(cell, load.tier()), passes_for(cell, load)) : -1;
     if (found >= 0) {
@@ -184,7 +185,7 @@ bool moe_edge_store::try_load(int32_t cell, int32_t tier, bool passing, moe_edge
     return true;
 }
 
-// Its slot comes later: nothing is evicted for a read that may never start.
+// Queues a prefetch. It takes its slot later, so that a read that never starts evicts nothing.
 void moe_edge_store::load_ahead(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose) {
     start_load(cell, moe_edge_load::ahead(tier, purpose, ahead_seq++, { ++clock, n_lists, passing }));
 }
@@ -198,7 +199,7 @@ void moe_edge_store::load_or_wait(int32_t cell) {
     }
 }
 
-// A slot for a load that has none; false if there is none, or if others wait for it already.
+// Takes a slot for a load that has none. Returns false if there is no slot, or if other entries wait for one already.
 bool moe_edge_store::claim_slot(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -210,31 +211,31 @@ bool moe_edge_store::claim_slot(int32_t cell) {
     return true;
 }
 
-// Whether nothing but passing requests asked for a load.
+// Whether only streaming requests asked for this load.
 bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
     return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
 }
 
-// ---- its end
+// ---- end of a load
 
-// A read that has not started is taken back.
+// Cancels a read that has not started.
 void moe_edge_store::cancel_read(int32_t cell) {
     dequeue(cell);
     stats.prefetch_cancelled += cells[cell].load()->purpose() == moe_edge_purpose::AHEAD;
     discard_load(cell);
 }
 
-// What is read goes on to the end of a part, and is thrown away.
+// Ends a load that is being read. The current parts are read to their end and discarded.
 void moe_edge_store::abandon(int32_t cell) {
     auto & load = *cells[cell].load();
     dequeue(cell);
     load.give_up();
     if (load.arrived()) {
-        settle(cell);  // no thread is on it any more
+        settle(cell);  // no thread is working on it
     }
 }
 
-// Gives what a load holds back that comes to nothing.
+// Releases the slots that a load without a result holds.
 void moe_edge_store::free_load(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -248,15 +249,15 @@ void moe_edge_store::free_load(int32_t cell) {
     cells[cell].end();
 }
 
-// The same, and its slot goes to whoever waits for one.
+// Releases a load without a result, and gives its slot to the next waiting entry.
 void moe_edge_store::discard_load(int32_t cell) {
     auto & pool = pool_of(cell, cells[cell].load()->tier());
     free_load(cell);
     serve_waiting(pool);
 }
 
-// Acts on a read whose parts are all done. An op may be reading the bytes that a promotion
-// replaces; the promotion then waits for release(), and a transition for the next step.
+// Acts on a load whose parts are all done. If an op may be reading the bytes that a promotion replaces, the promotion
+// waits for release(). A transition waits for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
@@ -271,7 +272,7 @@ void moe_edge_store::settle(int32_t cell) {
         if (!load.slotless() || claim_slot(cell)) {
             transfer(cell);
         } else {
-            load.give_up();  // but the host tier keeps the bytes
+            load.give_up();  // the host tier keeps the bytes
             stats.prefetch_cancelled += load.purpose() == moe_edge_purpose::AHEAD;
         }
     }
@@ -286,7 +287,7 @@ void moe_edge_store::settle(int32_t cell) {
     }
     const bool failed_to_load = load.has_failed();
     discard_load(cell);
-    if (c.lacks() && !c.load()) {  // it may have been next in line
+    if (c.lacks() && !c.load()) {  // it may have been the next waiting entry
         if (failed_to_load) {
             fail_locked(failed_read.empty() ? "an expert could not be read" : failed_read);
         } else {
@@ -295,7 +296,7 @@ void moe_edge_store::settle(int32_t cell) {
     }
 }
 
-// The bytes of a load are complete: the table may point at them from here on.
+// Publishes a complete load: from now on, the table may point to its bytes.
 void moe_edge_store::publish(int32_t cell) {
     auto & c = cells[cell];
     moe_edge_pool * freed = nullptr;
@@ -312,19 +313,19 @@ void moe_edge_store::publish(int32_t cell) {
     update_resident(cell);
 
     if (c.lacks()) {
-        load_or_wait(cell);  // a worse tier was already under way when this one was asked for
+        load_or_wait(cell);  // a worse tier was already being loaded when this one was requested
     }
     if (freed) {
         serve_waiting(*freed);
     }
     if (!c.pinned()) {
-        serve_waiting(pool);  // it may be evicted for one that waits
+        serve_waiting(pool);  // it may be evicted for a waiting entry
     }
 }
 
 // ---- reads
 
-// In host memory a prefetch takes its slot now, and is dropped where there is none.
+// If the slots are in host memory, a prefetch takes its slot here, or is dropped if there is none.
 bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) {
     const int32_t cell = host ? reserve_host(*lock) : reads.queue.first();
     if (cell < 0) {
@@ -351,7 +352,7 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     return true;
 }
 
-// The thread that has read the last part of a slice lays it out, before anybody is told of it.
+// The thread that has read the last part of a slice converts it to the CPU's layout before the load is published.
 void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) {
     auto & load = *cells[read.cell].load();
@@ -378,7 +379,7 @@ void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edg
     done_cv.notify_all();
 }
 
-// A part of a load failed: the rest is not worth reading.
+// Handles a failed part: the remaining parts are not read.
 void moe_edge_store::break_load(const moe_edge_read & read, const std::string & sentence) {
     auto & load = *cells[read.cell].load();
     if (!load.has_failed()) {
@@ -388,7 +389,7 @@ void moe_edge_store::break_load(const moe_edge_read & read, const std::string & 
     }
 }
 
-// A slice that was read as a whole, against its checksum.
+// Compares a completely read slice with its checksum.
 void moe_edge_store::compare(const moe_edge_read & read) {
     if (checksums.fits(slice_id(read.cell, read.tier), cells[read.cell].load()->crc())) {
         return;

@@ -19,39 +19,40 @@ enum use { CACHE, SCRATCH, WORK };
 struct mapping {
     size_t       size;
     use          kind;
-    const void * owner;  // buffers of one type, or the backend of a work buffer
+    const void * owner;  // the buffer type, or the backend of a work buffer
 };
 
 struct mappings {
     std::mutex mutex;
-    std::map<char *, mapping> all;  // by where they begin
+    std::map<char *, mapping> all;  // key: start address
 };
 
 struct cells {
-    uint64_t used;  // bytes
+    uint64_t used;  // in bytes
     uint64_t end;
 };
 
-// Apart from the mappings: whoever asks the kernel for their pages holds up no step.
+// Separate from the mappings, so that a query of resident pages does not delay a step.
 struct cells_in_use {
     std::mutex mutex;
-    std::map<const void *, cells> all;  // by where the mapping begins
+    std::map<const void *, cells> all;  // key: start address of the mapping
 };
 
-// Never destroyed: a context may outlive this library's other statics.
+// Never destroyed, because a context may outlive this library's other statics.
 mappings & known = *new mappings;
 cells_in_use & in_use = *new cells_in_use;
 
 const size_t PAGE = sysconf(_SC_PAGESIZE);
 
-// A prompt has this many tokens at least, and a step behind it so many times fewer.
+// A step counts as a prompt from this many tokens on, and a later step with at most 1/8 of its tokens releases its
+// memory.
 constexpr int32_t LEAST_PROMPT = 32;
 constexpr int32_t FEWER        = 8;
 
 size_t page_floor(size_t n) { return n / PAGE * PAGE; }
 size_t page_ceil(size_t n) { return page_floor(n + PAGE - 1); }
 
-// The whole pages of a part of memory.
+// The whole pages within a range of memory.
 struct whole_pages {
     char * begin;
     char * end;
@@ -63,21 +64,21 @@ struct whole_pages {
     bool drop() const { return begin == end || madvise(begin, end - begin, MADV_DONTNEED) == 0; }
 };
 
-// Null where the system refuses.
+// Returns null if the system refuses.
 char * map_pages(size_t size, use kind, const void * owner) {
     void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) {
         return nullptr;
     }
     if (kind == CACHE) {
-        madvise(data, size, MADV_NOHUGEPAGE);  // one for each layer would come with the first token
+        madvise(data, size, MADV_NOHUGEPAGE);  // otherwise the first token would allocate a huge page for each layer
     }
     std::lock_guard<std::mutex> lock(known.mutex);
     known.all[static_cast<char *>(data)] = { size, kind, owner };
     return static_cast<char *>(data);
 }
 
-// False where it is no mapping of ours.
+// Returns false if the address is not one of our mappings.
 bool unmap_pages(char * data) {
     std::lock_guard<std::mutex> lock(known.mutex);
     const auto it = known.all.find(data);
@@ -99,7 +100,7 @@ void drop_owned(const void * owner) {
 }
 
 size_t resident_bytes(char * data, size_t size) {
-    constexpr size_t PART = 1 << 16;  // pages that are asked for at once
+    constexpr size_t PART = 1 << 16;  // pages per query
     std::vector<unsigned char> pages(PART);
     size_t n = 0;
     for (size_t at = 0; at < size; at += PART * PAGE) {
@@ -161,7 +162,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size,
 ggml_backend_buffer_t alloc_cache(ggml_backend_buffer_type_t type, size_t size) { return alloc_buffer(type, size, CACHE); }
 ggml_backend_buffer_t alloc_scratch(ggml_backend_buffer_type_t type, size_t size) { return alloc_buffer(type, size, SCRATCH); }
 
-// The CPU's type, but for where its buffers come from.
+// The CPU's buffer type with another allocation function.
 ggml_backend_buffer_type mapped_type(decltype(ggml_backend_buffer_type_i::alloc_buffer) alloc) {
     ggml_backend_buffer_type type = *ggml_backend_cpu_buffer_type();
     type.iface.alloc_buffer = alloc;

@@ -1,4 +1,4 @@
-// A store comes to be: what the configuration says is checked, files are opened, memory is taken.
+// Creating a store: checks the configuration, opens the files and allocates memory.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -35,13 +35,13 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Numbers in a row of an expert whose layout changes.
+// Values in a row of an expert that is stored in the CPU's own layout.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
 }
 
-// Those that its slots are laid out for, null for none.
+// The kernels for the layout of these slices' slots, or null for the layout of the file.
 const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
         return nullptr;
@@ -196,7 +196,7 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
     }
 }
 
-// The configuration and what it points to may go when the store has been made.
+// Copies the checksums: the caller may free the configuration and everything it points to after the store is created.
 void moe_edge_store::keep_checksums() {
     for (int32_t cell = 0; cell < (int32_t) cells.size(); cell++) {
         for (int32_t t = 0; t < n_tiers; t++) {
@@ -257,7 +257,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 pool.kind = k;
                 pool.tier = t;
                 if (there) {
-                    // the padding behind a slice is never written: no longer slice may have lain there
+                    // The padding after a slice is never written, so no longer slice may have been stored there.
                     if (pool.type < 0) {
                         pool.type        = s.type;
                         pool.slice_bytes = s.expert_bytes;
@@ -304,7 +304,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     }
 }
 
-// Each pool by itself, on the device or in the host's memory behind it.
+// Lays out each pool separately, on the device or in host memory.
 void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * at_host) {
     char * at_device = static_cast<char *>(memory);
     for (int32_t g = 0; g < config.n_groups; g++) {
@@ -319,11 +319,12 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
     }
 }
 
-// The first slots of all groups, then the others of each at even distances: where memory is cut off, every group keeps
-// the same share of its slots, and one of them at least.
+// Interleaves the slots of all groups: first the first slot of each group, then the others at even distances. If the
+// memory is cut off at any address above these first slots, each group keeps the same share of its slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
-    std::vector<std::pair<double, int32_t>> order;  // of a slot, where it stands in its group, from 0 to 1, and the group
+    std::vector<std::pair<double, int32_t>> order;  // for each slot: its position in its group, from 0 to 1, and the
+                                                    // group
     for (int32_t g = 0; g < config.n_groups; g++) {
         for (int32_t i = 0; i < config.groups[g].n_slots; i++) {
             order.emplace_back((double) i / config.groups[g].n_slots, g);
@@ -341,15 +342,15 @@ void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     }
 }
 
-// What a group of a store on a device takes, up to where the next one starts.
+// The bytes of a group up to the start of the next one.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
 }
 
 char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
-    // One region for all pools, in huge pages where the system has them: direct reads then
-    // pin a few pages each instead of hundreds, and no pool is rounded up by itself.
+    // Map one region for all pools, with huge pages if the system has them. Direct reads then pin few pages instead of
+    // hundreds, and the pools need no separate rounding.
     mapped_bytes = total + HUGE_PAGE;
     const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
     mapped = mmap(nullptr, mapped_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -358,7 +359,7 @@ char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
         refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
     }
     madvise(mapped, mapped_bytes, MADV_HUGEPAGE);
-    madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not go together
+    madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not work together
     return huge_page_ceil(static_cast<char *>(mapped));
 }
 

@@ -1,4 +1,4 @@
-// Buffers of managed tensors: some bytes of a plain buffer that hold no data.
+// Buffers of managed tensors: a few bytes of a plain buffer, without data.
 
 #pragma once
 
@@ -12,7 +12,7 @@ inline void moe_edge_refuse_read(ggml_backend_buffer_t, const ggml_tensor * tens
     GGML_ABORT("moe-edge: %s is a placeholder and holds no data", tensor->name);
 }
 
-// A buffer of type `plain` that says it is of type `buft`. Null where there is no memory.
+// Allocates a buffer of type `plain` that reports type `buft`. Returns null if there is no memory.
 inline ggml_backend_buffer_t moe_edge_alloc_placeholders(ggml_backend_buffer_type_t plain, ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(plain, size);
     if (buffer) {

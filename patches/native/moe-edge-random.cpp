@@ -1,6 +1,5 @@
-// GCC's libstdc++ takes the seeds of std::random_device from arc4random where it was built with a glibc
-// that has it, 2.36 or newer. Where libstdc++ is linked into our libraries, as in a wheel, it finds this
-// one.
+// GCC's libstdc++ seeds std::random_device with arc4random if it was built with glibc 2.36 or newer. If libstdc++ is
+// linked statically into our libraries, as in a wheel, it uses this function.
 
 #include <sys/random.h>
 

@@ -11,8 +11,9 @@
 
 namespace {
 
-// Where a slice lies in its file, and which blocks of it a part of its read takes: direct reads take
-// whole ones, which the slot has room for. The slot begins with block0.
+// The byte range [first, last) of a slice in its file, and the range of blocks [begin, end) that a part of its read
+// covers. Direct reads read whole blocks, and the slot is large enough for them. The slot starts with the block at
+// block0.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 
@@ -24,7 +25,7 @@ struct slice_span {
     }
 };
 
-// Whether this file can be read with O_DIRECT at block granularity, to `block`.
+// Whether this file can be read with O_DIRECT into `block`.
 bool direct_works(int fd, void * block) { return block && pread(fd, block, MOE_EDGE_BLOCK, 0) > 0; }
 
 }  // namespace
@@ -100,7 +101,7 @@ std::string moe_edge_files::read_part(const moe_edge_slices & s, int32_t expert,
             return format("read of %llu bytes at offset %llu failed: %s", (unsigned long long) s.expert_bytes,
                 (unsigned long long) first, strerror(errno));
         }
-        // a direct read stops short of a block only at the end of the file
+        // A direct read ends within a block only at the end of the file.
         if (n == 0 || (f.direct && n % MOE_EDGE_BLOCK != 0 && at + n < needed)) {
             return format("the file ends at offset %llu, before the expert's end at %llu: it was truncated",
                 (unsigned long long) (at + n), (unsigned long long) last);
@@ -163,7 +164,7 @@ void moe_edge_reads::loop() {
         if (!urgent()) {
             const uint64_t time = now();
             if (time < transition_at) {
-                transiting = true;  // this thread is the one that waits
+                transiting = true;  // only one thread waits for the next transition
                 work.wait_for(lock, std::chrono::microseconds(transition_at - time));
                 transiting = false;
                 continue;
@@ -199,8 +200,8 @@ void moe_edge_reads::began(const moe_edge_read & read) {
     }
 }
 
-// Not for transitions: the thread that is on them goes on by itself, and waking the others
-// for each op would cost compute time.
+// Does not wake threads for transitions: the thread that reads them continues by itself, and waking the others for each
+// op would cost compute time.
 void moe_edge_reads::wake_threads() {
     if (!simulation) {
         if (urgent()) {
@@ -214,7 +215,7 @@ void moe_edge_reads::wake_threads() {
             continue;
         }
         const uint64_t bytes = read.slices->expert_bytes;
-        // the parts of a slice are equal up to a byte, and together as long as it is
+        // The parts of a slice differ by at most one byte, and their sum is the size of the slice.
         simulation->start(read, bytes * (read.part + 1) / read.parts - bytes * read.part / read.parts);
     }
 }
@@ -231,7 +232,7 @@ void moe_edge_reads::hold_transitions(uint64_t bytes) {
 
 uint64_t moe_edge_reads::now() const { return simulation ? simulation->now() / 1000 : now_us(); }
 
-// ---- simulation: the caller plays the graph, and says what computing takes
+// ---- simulation: the caller takes the role of the graph and provides compute times
 
 void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
     if (simulation) {
@@ -242,7 +243,7 @@ void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
 void moe_edge_reads::simulate_until(uint64_t ns) {
     for (;;) {
         whose.wake();
-        // what is held back by the rate starts on time, unless something urgent comes first
+        // A transition that the rate limit delays starts on time, unless an urgent read comes first.
         const bool held = !queue.empty() && !urgent() && !transiting && simulation->has_idle_thread();
         const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
         if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {

@@ -1,8 +1,8 @@
-// Reads: the files, in what order slices are read from them, and the threads that do it, part by part.
+// Reads from disk: the files, the queue of reads, and the threads that read slices part by part.
 //
-// The owner has the loads. It puts a key of each into the queue, begins the most urgent one when a thread is free, and is
-// told when a part has ended. In the place of the threads there may be a simulation, in virtual time. All of this
-// is guarded by the owner's mutex, which a thread gives up while it reads.
+// The owner, the store, keeps the loads. It puts a key for each load into the queue, starts the most urgent one when a
+// thread is idle, and is notified when a part has ended. A simulation in virtual time can replace the threads. The
+// owner's mutex guards everything here; a thread releases it while it reads.
 
 #pragma once
 
@@ -21,11 +21,11 @@
 #include <tuple>
 #include <vector>
 
-constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // unit of direct reads
+constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // alignment of direct reads, in bytes
 
-// Large slices are read in parts of about this size, so that all I/O threads work on the
-// most urgent expert and it is complete while the next one is still being read.
-#ifndef MOE_EDGE_PART_BYTES  // tests read small slices in parts too
+// Large slices are read in parts of about this size. All I/O threads then work on the most urgent expert, and it is
+// complete while the next one is still being read.
+#ifndef MOE_EDGE_PART_BYTES  // tests set a smaller size
 #define MOE_EDGE_PART_BYTES (512 << 10)
 #endif
 constexpr uint64_t MOE_EDGE_PART = MOE_EDGE_PART_BYTES;
@@ -34,7 +34,7 @@ inline int32_t moe_edge_parts_of(const moe_edge_slices & s) {
     return std::max<uint64_t>(1, (s.expert_bytes + MOE_EDGE_PART / 2) / MOE_EDGE_PART);
 }
 
-// The files that slices are read from, and where in them.
+// The files that slices are read from.
 class moe_edge_files {
   public:
     moe_edge_files() = default;
@@ -42,21 +42,22 @@ class moe_edge_files {
     moe_edge_files(const moe_edge_files &) = delete;
     moe_edge_files & operator=(const moe_edge_files &) = delete;
 
-    // Raises std::runtime_error for one that cannot be opened. direct: past the system's cache where a file can be read
-    // so. simulated: nothing is opened, and a file has no end.
+    // Opens files for reading. Throws std::runtime_error if one cannot be opened. direct: bypass the page cache for
+    // each file that supports it. simulated: open nothing; files then have no end.
     void open(const char * const * paths, int32_t n, bool direct, bool simulated);
-    // Memory that a driver has pinned is not what every system reads into directly: files that cannot be read to
-    // this block are read as others are from now on.
+    // Tests direct reads into this block. Some systems cannot read directly into memory that a driver has pinned; files
+    // that fail the test are read through the page cache from now on.
     void probe(char * block);
 
     int32_t  size() const { return files.size(); }
     uint64_t bytes(int32_t file) const { return files[file].bytes; }
     const std::string & path(int32_t file) const { return files[file].path; }
-    bool     direct() const;  // all of them
+    bool     direct() const;  // whether all files are read directly
 
-    // Reads one part of a slice into its slot, which begins with the slice's first block; empty, or why it failed.
+    // Reads one part of a slice into its slot, which starts with the first block of the slice. Returns an empty string,
+    // or the reason for a failure.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
-    // What a part that was read brings to the CRC-32 of its slice: those of all parts together are that, by ^.
+    // Returns a part's share of its slice's CRC-32. The XOR of the shares of all parts is the CRC-32 of the slice.
     static uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts);
 
   private:
@@ -69,8 +70,8 @@ class moe_edge_files {
     std::vector<file> files;
 };
 
-// Checksums of slices by number. Each slice is compared until it fits, once in a process: what was
-// written wrong is found then, and what is read again costs nothing more.
+// Checksums of slices, by slice number. Each slice is compared after its first complete read, and again only if it did
+// not match. This finds damaged files, and later reads cost nothing more.
 class moe_edge_checksums {
   public:
     void keep(size_t slice, size_t n_slices, uint32_t checksum);
@@ -78,16 +79,16 @@ class moe_edge_checksums {
     bool fits(size_t slice, uint32_t checksum);
 
   private:
-    std::vector<uint32_t> checksums;  // [n_slices], empty where no file has any
-    std::vector<uint8_t>  unchecked;  // [n_slices] 1: its next complete read is compared
+    std::vector<uint32_t> checksums;  // [n_slices], empty if no file has checksums
+    std::vector<uint8_t>  unchecked;  // [n_slices] 1: the next complete read is compared
 };
 
-// Demand before prefetch before transitions.
+// Demand reads come before prefetches, and prefetches before transitions.
 enum moe_edge_urgency : int32_t { MOE_EDGE_DEMANDED = 0, MOE_EDGE_AHEAD = 1, MOE_EDGE_TRANSITING = 2 };
 
-// Order of reads: urgency, then the kind that is computed first (demand) or the policy's order (the
-// others), then the file offset, then the cell. On a rigid link demand and prefetch have one order,
-// in which they were asked for.
+// The sort key of a read: urgency; then, for demand reads, the position of the kind in the layer and the file offset,
+// and for the others the policy's order; then the cache entry. With MOE_EDGE_RIGID, demand reads and prefetches share
+// one order, the order of their requests.
 using moe_edge_read_key = std::tuple<int32_t, int32_t, uint64_t, int32_t>;
 
 class moe_edge_queue {
@@ -97,10 +98,10 @@ class moe_edge_queue {
     bool has(const moe_edge_read_key & key) const { return keys.count(key) > 0; }
     bool empty() const { return keys.empty(); }
     size_t  size() const { return keys.size(); }
-    int32_t first() const { return std::get<3>(*keys.begin()); }  // the cell of the most urgent one
+    int32_t first() const { return std::get<3>(*keys.begin()); }  // the cache entry of the most urgent read
     int32_t first_urgency() const { return std::get<0>(*keys.begin()); }
 
-    // The cells in their order; until a visit returns true.
+    // Visits the cache entries in order until a visit returns true.
     template <typename F> void each(F && visit) const {
         for (const auto & key : keys) {
             if (visit(std::get<3>(key))) {
@@ -121,13 +122,14 @@ class moe_edge_queue {
 class moe_edge_reads {
   public:
     struct owner {
-        // The most urgent read, or one that has to go before it, begins a part: false if it cannot, and what is most urgent
-        // may have changed. lock: may be given up meanwhile; null in a simulation.
+        // Starts a part of the most urgent read, or of one that must come first, and fills `read`. Returns false if it
+        // cannot; the most urgent read may have changed then. May release the lock for a while. lock is null in a
+        // simulation.
         virtual bool begin_read(std::unique_lock<std::mutex> * lock, moe_edge_read & read) = 0;
-        // why: empty where it did not fail. crc: of the part, where read.checks.
+        // Ends a part. why: empty, or the reason of a failure. crc: the part's share if read.checks is set.
         virtual void end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) = 0;
-        // There may be reads to start, and what else hung on those that ended.
+        // Called when reads may have become startable, and after parts have ended.
         virtual void wake() = 0;
 
       protected:
@@ -144,28 +146,28 @@ class moe_edge_reads {
     void stop();  // without the mutex
 
     moe_edge_files files;
-    moe_edge_queue queue;  // reads with parts that have not begun
+    moe_edge_queue queue;  // reads with parts that were not started
 
-    // A part of this read begins: what a thread needs for it is complete.
+    // Records that a thread starts a part of this read.
     void began(const moe_edge_read & read);
-    void wake_threads();   // for what is urgent; a simulation begins what it can
+    void wake_threads();   // for urgent reads; a simulation starts as many as it can
     void wake_for_transition() { work.notify_one(); }
     bool urgent() const { return !queue.empty() && queue.first_urgency() != MOE_EDGE_TRANSITING; }
 
-    // Transitions move so many bytes a second, 0: no limit. They are read one part at a time, so that
-    // the other threads are there for what is urgent.
+    // Limits transitions to this many bytes per second; 0: no limit. They are read one part at a time, so that the
+    // other threads stay available for urgent reads.
     void     set_transition_rate(uint64_t bytes_per_s);
-    void     hold_transitions(uint64_t bytes);  // so many move now, from wherever they are: when may the next ones?
-    uint64_t held_until() const { return transition_at; }  // in now()
+    void     hold_transitions(uint64_t bytes);  // sets when the next transition may start, after one of this size
+    uint64_t held_until() const { return transition_at; }  // on the clock of now()
 
-    uint64_t now() const;  // microseconds, virtual ones in a simulation
+    uint64_t now() const;  // microseconds; virtual time in a simulation
     void     wait_for_room(std::unique_lock<std::mutex> & lock, int ms) { work.wait_for(lock, std::chrono::milliseconds(ms)); }
 
     // ---- simulation
     bool     simulated() const { return simulation != nullptr; }
     void     set_speed(uint64_t bandwidth, uint64_t latency_us);
-    uint64_t simulate_for(uint64_t ns);          // returns what the clock then says
-    bool     simulate_next(uint64_t & took_us);  // until a read is done; false where none is under way
+    uint64_t simulate_for(uint64_t ns);          // returns the new time in nanoseconds
+    bool     simulate_next(uint64_t & took_us);  // runs until a read completes; false if no read is in progress
 
   private:
     void loop();
@@ -176,9 +178,9 @@ class moe_edge_reads {
     std::mutex &             mutex;
     std::condition_variable  work;
     std::vector<std::thread> threads;
-    std::unique_ptr<moe_edge_simulation> simulation;  // in the place of the threads
+    std::unique_ptr<moe_edge_simulation> simulation;  // replaces the threads
     bool     stopping        = false;
-    bool     transiting      = false;  // a thread is on a transition, or waits for transition_at
+    bool     transiting      = false;  // a thread is reading a transition, or waits until transition_at
     uint64_t transition_rate = 0;      // bytes per second, 0: no limit
-    uint64_t transition_at   = 0;      // when their next part may be read or copied, in now()
+    uint64_t transition_at   = 0;  // when the next part of a transition may be read or copied, on the clock of now()
 };

@@ -15,21 +15,20 @@
 
 namespace {
 
-// The latest attention of the graph that this thread builds; which model it belongs to is
-// known at the next router only.
+// The latest attention in the graph that this thread builds. Its model is known only at the next router.
 struct attention {
     const ggml_context * graph = nullptr;
     int           il      = 0;
-    ggml_tensor * q       = nullptr;  // as handed to moe_edge_attention_hook
+    ggml_tensor * q       = nullptr;  // as passed to moe_edge_attention_hook
     ggml_tensor * k       = nullptr;
     ggml_tensor * mask    = nullptr;
     ggml_tensor * sinks   = nullptr;
     float         scale   = 0.0f;
-    ggml_tensor * weights = nullptr;  // as handed to moe_edge_attention_weights
+    ggml_tensor * weights = nullptr;  // as passed to moe_edge_attention_weights
 };
 thread_local attention seen_attention;
 
-// Hears of the expert layers of the graph that this thread builds; null for one that is computed.
+// Receives the expert layers of the graph that this thread builds; null if the graph will be computed.
 thread_local moe_edge_reserve_hook * reserving;
 
 float gate(int gating_op, float logit) {
@@ -43,9 +42,9 @@ float gate(int gating_op, float logit) {
     }
 }
 
-// The target layer's own selection on predicted logits [n_expert]: gating function,
-// selection bias and expert groups. Writes the k best that it uses, best first, and their scores;
-// the first one at 0 in the rest of the row.
+// Applies the target layer's own selection to predicted logits [n_expert]: gating function, selection bias and expert
+// groups. Writes the k best experts, best first, and their scores. The remaining entries of the row repeat the first
+// expert with score 0.
 void predict(const hook_layer & target, const float * logits, int32_t * ids_out, float * scores_out) {
     const auto & hp = target.model->model->hparams;
     const auto & store = *target.model->store;
@@ -80,7 +79,7 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
         choice[e] = scores[e] + (pick.empty() ? 0.0f : pick[e]);
     }
     if (hp.n_expert_groups > 1 && n % hp.n_expert_groups == 0) {
-        // only the groups with the best sum of their two best experts stay
+        // keep only the groups with the largest sum of their two best experts
         const int32_t per_group = n / hp.n_expert_groups;
         std::vector<std::pair<float, int32_t>> groups;
         for (int32_t g = 0; g < (int32_t) hp.n_expert_groups; g++) {
@@ -109,10 +108,11 @@ void predict(const hook_layer & target, const float * logits, int32_t * ids_out,
     }
 }
 
-// Where the node keeps how many layers it looks ahead: behind what ggml keeps of a custom op.
+// The op parameter that stores the number of look-ahead layers, after the parameters of ggml's custom op.
 constexpr int AHEAD_AT = GGML_MAX_OP_PARAMS / sizeof(int32_t) - 1;
 
-// How many layers behind this one are foreseen: up to the first that its router alone does not decide.
+// The number of layers after this one that can be predicted: up to the first whose selection depends on more than its
+// router.
 int32_t ahead_layers(const hook_layer & layer) {
     const auto & layers = layer.model->layers;
     const int32_t most = std::min<int32_t>(layer.model->store->n_ahead, layers.size() - 1 - layer.layer);
@@ -123,8 +123,8 @@ int32_t ahead_layers(const hook_layer & layer) {
     return n;
 }
 
-// What a layer's router reads [n_embd, T], of its logits with or without a bias; null where they come
-// from something else.
+// Returns the router's input [n_embd, T] from its logits, with or without a bias. Returns null if the logits do not
+// come from the layer's router.
 ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits) {
     while (logits && logits->op == GGML_OP_ADD) {
         logits = logits->src[0];
@@ -133,8 +133,8 @@ ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits)
     return own ? logits->src[1] : nullptr;
 }
 
-// The queries of a micro-batch that token importance is taken from. A graph is kept for another one
-// with as many: which tokens they are of is told anew for each.
+// The queries of a micro-batch that are used for token importance. A graph is reused for another micro-batch with the
+// same number of queries; their indices are set again each time.
 class window_input : public llm_graph_input_i {
   public:
     window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}
@@ -155,8 +155,8 @@ class window_input : public llm_graph_input_i {
     const moe_edge_store & store;
 };
 
-// The node of eq. 1: src[0] attention [n_kv, queries, heads], src[1] the cell of each of the
-// batch's tokens I64 [T]. dst [T]: what a token receives, summed over queries, mean over heads.
+// The node of eq. 1. src[0]: attention [n_kv, queries, heads]. src[1]: KV cells of the batch's tokens, I64 [T]. dst
+// [T]: the attention that a token receives, summed over the queries and averaged over the heads.
 void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     const ggml_tensor * attention = dst->src[0];
     const auto * cells = static_cast<const int64_t *>(dst->src[1]->data);
@@ -180,9 +180,8 @@ void importance_node(ggml_tensor * dst, int ith, int nth, void *) {
     }
 }
 
-// The node: src[0] weights, src[1] selected, then one logits tensor for each look-ahead
-// layer, then the tokens' importance if there is any, then the output rows' token indices
-// if this layer sees only those.
+// The route node. Its sources: src[0] weights; src[1] selected experts; one logits tensor for each look-ahead layer;
+// token importance, if it is computed; token indices of the output rows, if this layer sees only those.
 void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     if (ith != 0) {
         return;
@@ -197,7 +196,7 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     float * out = static_cast<float *>(dst->data);
     memcpy(out, weights->data, ggml_nbytes(weights));
     if (k > stride || n > store.max_tokens) {
-        return;  // a warm-up over all experts, or a batch larger than announced: default tier
+        return;  // a warm-up with all experts, or a batch larger than configured: use the default tier
     }
 
     auto & event = store.event;
@@ -263,7 +262,7 @@ void route_node(ggml_tensor * dst, int ith, int, void * userdata) {
     }
 }
 
-// Where a layer's keys of this batch lie in the cache, I64 [T]; null for other kinds of memory.
+// Returns the KV cells of this batch's keys in a layer, I64 [T], or null for other kinds of memory.
 ggml_tensor * key_cells(const llm_graph_context & graph, int il) {
     for (auto & input : graph.res->inputs) {
         if (auto * kv = dynamic_cast<llm_graph_input_attn_kv *>(input.get())) {
@@ -290,8 +289,8 @@ int64_t most_heads(const llm_graph_context & graph) {
     return most;
 }
 
-// The rows of window_input, which all layers of a graph share. A graph that no step builds is one that
-// llama.cpp reserves memory by: it has as many queries as there can be.
+// Returns the rows of window_input, which all layers of a graph share. A graph that is built outside a step only
+// reserves memory, so it gets the largest possible number of queries.
 ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store & store) {
     for (auto & input : graph.res->inputs) {
         if (auto * window = dynamic_cast<window_input *>(input.get())) {
@@ -306,7 +305,7 @@ ggml_tensor * window_rows(const llm_graph_context & graph, const moe_edge_store 
     return rows;
 }
 
-// The attention weights [n_kv, queries, heads, 1] of these rows.
+// Computes the attention weights [n_kv, queries, heads, 1] of these rows.
 ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, ggml_tensor * rows) {
     ggml_context * ctx = graph.ctx0;
     ggml_tensor * q = ggml_get_rows(ctx, a.q, ggml_view_2d(ctx, rows, rows->ne[0], a.q->ne[2], rows->nb[1], 0));
@@ -315,7 +314,7 @@ ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, g
     float scale = a.scale;
     if (graph.hparams.attn_soft_cap) {
         const float cap = graph.hparams.f_attn_logit_softcapping;
-        const bool flash = graph.cparams.flash_attn;  // it scales before it caps
+        const bool flash = graph.cparams.flash_attn;  // flash attention scales before it caps
         kq = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, (flash ? scale : 1.0f) / cap)), cap);
         scale = flash ? 1.0f : scale;
     }
@@ -324,23 +323,23 @@ ggml_tensor * weights_of(const llm_graph_context & graph, const attention & a, g
     return kq;
 }
 
-// The importance of the batch's tokens [T] for an expert layer, from the latest attention: no query
-// looks at another sequence's tokens, so that each prompt's stands by itself. Null where the store does
-// not ask for it, while decoding, or where it cannot be had.
+// Returns the importance of the batch's tokens [T] for an expert layer, from the latest attention. No query attends to
+// tokens of another sequence, so the importance is separate for each prompt. Returns null if the store does not ask for
+// it, during decoding, or if it cannot be computed.
 ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store & store, int il) {
     const attention & a = seen_attention;
     const int32_t window = store.importance_window;
     if (window == 0 || graph.n_tokens < 2 || !store.in_prefill() || a.graph != graph.ctx0 || a.il > il) {
         return nullptr;
     }
-    // Before there is an input for the window: one that no node reads has no memory to be filled.
+    // Check this before adding the window input: an input that no node reads has no memory.
     ggml_tensor * cells = key_cells(graph, a.il);
     if (!cells) {
         return nullptr;
     }
     ggml_tensor * weights = a.weights;
     if (window > 0) {
-        // several streams number their cells in another way
+        // several streams number their cells differently
         weights = a.q && a.mask && a.k->ne[3] == 1 ? weights_of(graph, a, window_rows(graph, store)) : nullptr;
     }
     if (!weights || weights->ne[3] != 1) {
@@ -353,7 +352,7 @@ ggml_tensor * importance(const llm_graph_context & graph, const moe_edge_store &
     return scores;
 }
 
-// The tensor of output row indices, if the batch has fewer outputs than tokens.
+// Returns the tensor of output row indices if the batch has fewer outputs than tokens.
 ggml_tensor * output_ids(const llm_graph_context & graph) {
     for (auto & input : graph.res->inputs) {
         if (auto * out_ids = dynamic_cast<llm_graph_input_out_ids *>(input.get())) {
@@ -363,11 +362,11 @@ ggml_tensor * output_ids(const llm_graph_context & graph) {
     return nullptr;
 }
 
-// What attention makes in half precision over the whole context: of a batch's weights in single
-// precision where it is not flash; else, twice, of a layer's keys or values, should they be quantized.
+// Announces the largest scratch memory of attention to the device: the weights of a micro-batch over the whole context;
+// or, with flash attention and a quantized cache, the keys and the values of a layer in half precision.
 void expect_attention(const llm_graph_context & graph, moe_edge_device & device) {
     const auto & c = graph.cparams;
-    uint64_t row = 0;  // for each place in the context
+    uint64_t row = 0;  // values per position of the context
     if (!c.flash_attn) {
         row = (uint64_t) most_heads(graph) * c.n_ubatch;
     } else if (seen_attention.k && ggml_is_quantized(seen_attention.k->type)) {
@@ -416,7 +415,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
     layer.gating_op = gating_op;
     ggml_tensor * x = router_input(layer, logits);
     if (!x || !layer.by_token.empty()) {
-        layer.router = nullptr;  // graphs are reserved before any is computed
+        layer.router = nullptr;  // memory is reserved with such a graph before any graph is computed
     }
     if (graph.cparams.warmup || layer.model->store->runs_unwatched()) {
         return weights;
@@ -432,7 +431,7 @@ ggml_tensor * moe_edge_route_hook(const llm_graph_context & graph, const ggml_te
         args.push_back(scores);
     }
     if (layer.layer + 1 == model.store->n_layers) {
-        seen_attention = {};  // what follows is another graph
+        seen_attention = {};  // the next attention belongs to another graph
     }
     ggml_tensor * out_ids = output_ids(graph);
     if (out_ids && out_ids->ne[0] == selected->ne[1] && selected->ne[1] < graph.n_tokens) {

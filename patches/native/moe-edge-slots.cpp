@@ -121,8 +121,8 @@ void moe_edge_pool::remove(int32_t i) {
     s.older = -1;
 }
 
-// Reads complete in any order; the list is in the order of the requests, so that what is
-// evicted does not depend on the disk's timing.
+// Inserts a slot by the time of its request. Reads complete in any order; with this list order, evictions do not depend
+// on the timing of the disk.
 void moe_edge_pool::insert(int32_t i) {
     slot & s = slots[i];
     s.newer = -1;

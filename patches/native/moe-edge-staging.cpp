@@ -1,8 +1,8 @@
-// A store on a device: from the files into the host tier, from there to the device.
+// A store on a device: reads go from the files into the host tier, and copies from there to the device.
 //
-// Who asks for a slice that the host tier has, enqueues the copy itself. Copies that nobody
-// waits for yet are enqueued by a thread of their own, one at a time, so that a demand copy
-// has at most one of them before it and a stale one can be taken back.
+// If the host tier has a requested slice, the requesting thread enqueues the copy itself. A separate thread enqueues
+// copies that no op waits for, a few at a time, so that few of them are ahead of a demand copy and stale ones can be
+// cancelled.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -29,14 +29,14 @@ std::vector<moe_edge_host_tier::size_class> host_classes(const moe_edge_config &
                     auto & c = by_size[slot_bytes];
                     c.slot_bytes = slot_bytes;
                     c.n_slices  += config.n_expert;
-                    c.least      = 2;  // one is read while the other one is copied
+                    c.least      = 2;  // one is read while the other is copied
                 }
             }
         }
     }
     std::vector<moe_edge_host_tier::size_class> classes;
     for (auto & [size, c] : by_size) {
-        c.least = std::min(c.least, c.n_slices);  // of one expert there is nothing else to read
+        c.least = std::min(c.least, c.n_slices);  // with a single expert, there is nothing else to read
         classes.push_back(c);
     }
     for (size_t i = 0; class_of && i < sizes.size(); i++) {
@@ -74,7 +74,7 @@ void moe_edge_store::open_device(const moe_edge_config & config) {
     }
 }
 
-// The most urgent of the loads whose bytes the host tier has.
+// Starts the most urgent copy from the host tier.
 void moe_edge_store::start_copy() {
     const int32_t cell = copies.first();
     auto & load = *cells[cell].load();
@@ -99,7 +99,8 @@ void moe_edge_store::copy_loop() {
         const uint64_t now  = reads.now();
         const int32_t cell  = copies.first();
         const auto & load   = *cells[cell].load();
-        const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;  // else its read was
+        // otherwise its read was already limited by the rate
+        const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
         } else if (const moe_edge_ticket before = ahead_in_flight(); before != 0) {
@@ -133,7 +134,7 @@ moe_edge_ticket moe_edge_store::ahead_in_flight() {
     return device->passed(ahead_copy) ? 0 : ahead_copy;
 }
 
-// Enqueues the copy of a load whose bytes are in its host slot.
+// Enqueues the copy of a load whose bytes are in the host tier.
 void moe_edge_store::transfer(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -157,15 +158,15 @@ void moe_edge_store::transfer(int32_t cell) {
     }
 }
 
-// Whether a load is complete for somebody who does not wait for its ticket.
+// Whether the bytes of a load are complete without waiting for its ticket.
 bool moe_edge_store::landed(int32_t cell) const {
     const auto & load = *cells[cell].load();
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
-// The read to go on with, which has a host slot: the most urgent one, or one that has begun and
-// holds the slot that this one needs. -1 if it has waited for a copy from such a slot to end; then
-// what is most urgent may have changed.
+// Returns the cache entry whose read can continue with a slot of the host tier: the most urgent one, or one that has
+// started and holds the slot that the most urgent one needs. Returns -1 after waiting for a copy from such a slot; the
+// most urgent read may have changed then.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = reads.queue.first();
     auto & load = *cells[cell].load();
@@ -198,7 +199,7 @@ int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
         device->wait(ticket);
         lock.lock();
     } else {
-        reads.wait_for_room(lock, 10);  // all are being filled, or held for a copy
+        reads.wait_for_room(lock, 10);  // all slots are being filled or held for a copy
     }
     return -1;
 }
@@ -217,8 +218,8 @@ void moe_edge_store::check_device() {
     }
 }
 
-// At a step boundary: whether nothing can change the tables until the next one. That is so where
-// nobody decides during a step, and every expert is there as good as it will be asked for.
+// Determines at a step boundary whether the tables are static until the next one. They are if no policy decides during
+// the step and every expert is resident in the tier that will be requested, or a better one.
 void moe_edge_store::fix_tables() {
     const bool same = tables_fixed && fixed_changes == table_changes;
     bool fixed = !asks(phase) && !directed && !exact_tiers && !failed && !split;
@@ -228,13 +229,13 @@ void moe_edge_store::fix_tables() {
         fixed = there || !has_kind(layer_of(i), kind_of(i));
     }
     if (!fixed) {
-        collect_counts();  // of the steps that nobody watched
+        collect_counts();  // counts of the steps without a route hook
     }
     tables_fixed = fixed;
     if (!tables_fixed || same) {
         return;
     }
-    for (auto * m : all_matrices) {  // none without a device
+    for (auto * m : all_matrices) {  // empty without a device
         for (auto & entry : m->table) {
             device->wait(entry.ticket);
             entry.ticket = 0;

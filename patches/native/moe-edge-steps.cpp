@@ -1,4 +1,4 @@
-// Steps: what happens at their boundaries, and what is told about them.
+// Step boundaries, and the reports about steps.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// The last `most` tokens of each prompt in a micro-batch, ascending; none where most is not above 0.
+// Returns the last `most` tokens of each prompt in a micro-batch, ascending; none if most is 0 or less.
 std::vector<int32_t> last_of_prompts(const moe_edge_batch & batch, int32_t most) {
     std::vector<int32_t> out;
     std::map<int32_t, int32_t> taken;
@@ -23,7 +23,7 @@ std::vector<int32_t> last_of_prompts(const moe_edge_batch & batch, int32_t most)
 
 }  // namespace
 
-// Without a model.
+// For a store without a model.
 void moe_edge_store::begin_step(int32_t new_phase) {
     call_lock lock(*this);
     batch = {};
@@ -45,7 +45,7 @@ void moe_edge_store::begin_step(moe_edge_batch micro_batch) {
 
 void moe_edge_store::open_step(int32_t new_phase) {
     if (phase != new_phase || asks(new_phase) || !transitions.empty() || owed_bytes > 0) {
-        collect_counts();  // while they still tell of this phase and of these versions
+        collect_counts();  // before the phase and the tables change, to which these counts belong
     }
     n_uncollected++;
     phase = new_phase;
@@ -79,8 +79,8 @@ void moe_edge_store::open_step(int32_t new_phase) {
     }
 }
 
-// Releases what a step that was cut off still holds: its pins, its places in line for a slot, and the reads that no thread
-// has begun.
+// Releases what an aborted step still holds: its pins, its places in the waiting queues, and the reads that no thread
+// has started.
 void moe_edge_store::drop_step() {
     n_decided = 0;
     for (auto & pool : pools) {
@@ -102,8 +102,8 @@ void moe_edge_store::drop_step() {
     }
 }
 
-// A token that the micro-batch does not have, in a graph that no step began for, is of the step's
-// phase and of no sequence.
+// Fills the phases and sequences of the event. A token that is not in the micro-batch, because no step began for this
+// graph, gets the step's phase and sequence -1.
 void moe_edge_store::describe_tokens() {
     for (int32_t t = 0; t < event.n_tokens; t++) {
         const bool known = (size_t) tokens[t] < batch.phases.size();
@@ -112,8 +112,8 @@ void moe_edge_store::describe_tokens() {
     }
 }
 
-// Ends the step of a model, whether it was computed or cut off. A step that was cut off must not keep its pins until the
-// next one begins: limit() runs between the two, and would wait for slots that are never given back.
+// Ends the step of a model, whether it was computed or aborted. An aborted step must not keep its pins until the next
+// step begins: limit() runs between the two and would wait for slots that are never released.
 void moe_edge_store::close_step() {
     call_lock lock(*this);
     batch   = {};
@@ -126,7 +126,7 @@ void moe_edge_store::close_step() {
 }
 
 double moe_edge_store::tokens_done() const {
-    const int32_t layer = progress.layer;  // the one that is being computed, from 1 on
+    const int32_t layer = progress.layer;  // the layer that is being computed, counted from 1
     return progress.done + (layer > 0 ? (double) progress.in_step * (layer - 1) / n_layers : 0.0);
 }
 

@@ -1,4 +1,4 @@
-// The store's C interface.
+// The C interface of the store.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -46,7 +46,7 @@ uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes) {
 }
 
 uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t n_cols) {
-    constexpr int64_t ROW_PADDING = 512;  // MATRIX_ROW_PADDING of ggml-cuda: its kernels take rows in such steps
+    constexpr int64_t ROW_PADDING = 512;  // MATRIX_ROW_PADDING of ggml-cuda, to which its kernels round rows up
     if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type) == 0) {
         return 0;
     }

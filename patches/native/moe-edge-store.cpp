@@ -1,4 +1,4 @@
-// What a step decides, and what its ops are given.
+// The store during a step: applying route decisions, and handing experts to the ops that compute them.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// The order in which a layer computes its kinds.
+// The order in which a layer computes its matrices.
 constexpr int32_t KINDS_BY_RANK[MOE_EDGE_N_KINDS] = { MOE_EDGE_GATE, MOE_EDGE_GATE_UP, MOE_EDGE_UP, MOE_EDGE_DOWN };
 
 }  // namespace
@@ -68,7 +68,7 @@ bool moe_edge_store::route() {
     return !failed;
 }
 
-// False, and the step fails, for indices that the model does not have.
+// Makes the step fail and returns false for indices that the model does not have.
 bool moe_edge_store::check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n) {
     const bool exists = layer >= 0 && layer < n_layers && kind >= 0 && (kind == MOE_EDGE_N_KINDS ||
         (kind < MOE_EDGE_N_KINDS && has_kind(layer, kind)));
@@ -108,11 +108,12 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
                 experts[i], layer, n_tiers));
             return;
         }
-        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // every layer has a down: once for each expert
+        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // every layer has a down matrix, so this counts each expert
+                                                          // once
             stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
         }
     }
-    // pin what this step needs before anything may be evicted for it
+    // Pin what this step needs before a load can evict it.
     each_cell([&](int32_t cell, int32_t i) {
         auto & c = cells[cell];
         n_decided += c.decide(tiers[i], passing && passing[i]);
@@ -138,7 +139,7 @@ void moe_edge_store::prefetch(const moe_edge_prefetch_item * list, int32_t n) {
     prefetch_locked(-1, list, n);
 }
 
-// One request of the current step, by the three rules of DyMoE 4.4.2.
+// Handles one request of the running step by the three rules of DyMoE 4.4.2.
 void moe_edge_store::ask(int32_t cell) {
     auto & c = cells[cell];
     const bool watched = !device_counts();
@@ -156,7 +157,8 @@ void moe_edge_store::ask(int32_t cell) {
     }
 }
 
-// A request of a cell that is being loaded; false where that load is gone, and another one is needed.
+// Handles a request for a cache entry that is being loaded. Returns false if that load ended and the entry needs a new
+// one.
 bool moe_edge_store::ask_for_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
@@ -169,7 +171,7 @@ bool moe_edge_store::ask_for_load(int32_t cell) {
     if (!good_enough && !load.untouched() && load.slotless()) {
         stats.prefetch_cancelled += was_ahead && !load.given_up();
         abandon(cell);
-        return true;  // settle() goes on from there
+        return true;  // settle() continues when the load ends
     }
     dequeue(cell);
     load.ask();
@@ -184,10 +186,10 @@ bool moe_edge_store::ask_for_load(int32_t cell) {
     } else if (load.arrived()) {  // a transition that waited for the next step
         settle(cell);
     }
-    return true;  // publish() goes on from there if this tier is not good enough
+    return true;  // if this tier is worse than the requested one, publish() starts the next load
 }
 
-// layer: the one that is computed now, for which it is too late.
+// layer: the layer that is being computed, which is too late to prefetch; -1 for none.
 void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item * list, int32_t n) {
     const auto each_cell = [&](const moe_edge_prefetch_item & p, auto && visit) {
         if (p.layer < 0 || p.layer >= n_layers || p.layer == layer || p.expert < 0 || p.expert >= n_expert || p.tier >= n_tiers) {
@@ -200,9 +202,9 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
         }
     };
     if (tables_fixed) {
-        return;  // all of it is there
+        return;  // all experts are resident
     }
-    // what is predicted and resident must not make room for what is predicted and absent
+    // A prediction that is resident must not be evicted for one that is absent.
     n_lists++;
     for (int32_t i = n; i-- > 0;) {
         each_cell(list[i], [&](int32_t cell) {
@@ -224,7 +226,7 @@ void moe_edge_store::prefetch_locked(int32_t layer, const moe_edge_prefetch_item
     wake();
 }
 
-// Reads ahead for a layer that has now chosen otherwise.
+// Cancels prefetches for this layer of experts that its router did not select.
 void moe_edge_store::cancel_stale(int32_t layer) {
     std::vector<int32_t> stale;
     for (const auto * queue : { &reads.queue, &copies }) {
@@ -251,9 +253,9 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
     call_lock lock(*this);
     progress.layer.store(m.layer + 1, std::memory_order_relaxed);
     auto & op = ops[m.layer * MOE_EDGE_N_KINDS + m.kind];
-    op.remaining.clear();  // which keeps its memory
+    op.remaining.clear();  // keeps the capacity
     op.waited = false;
-    std::vector<int32_t> undecided;  // the graph has no hook, or it was bypassed
+    std::vector<int32_t> undecided;  // experts without a decision: the graph has no hook, or it was bypassed
     for (int32_t i = 0; i < n; i++) {
         const int32_t cell = cell_index(m.layer, m.kind, experts[i]);
         op.remaining.push_back(cell);
@@ -262,14 +264,13 @@ void moe_edge_store::begin(moe_edge_matrix & m, const int32_t * experts, int32_t
         }
     }
     if (!undecided.empty()) {
-        // this kind alone: which one is computed next is the graph's business
+        // Request only this kind: the graph determines which kind is computed next.
         const std::vector<uint8_t> tiers(undecided.size(), default_tier);
         apply_locked(m.layer, m.kind, undecided.data(), tiers.data(), nullptr, undecided.size(), INT32_MAX);
     }
 }
 
-// No op holds what it reads here, so there is no lock to take: the tables change at a step boundary alone, and those are
-// passed by the thread that calls.
+// Takes no lock: the tables change only at a step boundary, and the calling thread is the one that begins steps.
 bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
                                      moe_edge_ready * out) {
     if (device || !tables_fixed) {
@@ -288,7 +289,7 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
     return true;
 }
 
-// Decided and not yet released, so that this is about the op that comes next, and no earlier one.
+// Experts that are decided and not released yet belong to the next op, and not to an earlier one.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     call_lock lock(*this);
     const auto & experts = routed_of[m.layer];
@@ -301,7 +302,7 @@ int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     return experts.size();
 }
 
-// Whether every matrix of an expert that the step still has to compute is there.
+// Whether all matrices of this expert that the step still has to compute are available.
 bool moe_edge_store::whole(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -312,7 +313,7 @@ bool moe_edge_store::whole(int32_t cell) const {
     return true;
 }
 
-// Whether one that is not there is on its way.
+// Whether a missing matrix of this expert is being loaded.
 bool moe_edge_store::whole_comes(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const auto & c = cells[cell_index(layer_of(cell), k, expert_of(cell))];
@@ -356,7 +357,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         }
         int32_t n    = 0;
         size_t  keep = 0;
-        // what holds slots that others wait for is computed, whole or not
+        // Compute incomplete experts if none can become complete: they hold slots that other experts wait for.
         const bool hold = whole_experts && std::any_of(op.remaining.begin(), op.remaining.end(),
             [this](int32_t cell) { return whole(cell) || whole_comes(cell); });
         for (const int32_t cell : op.remaining) {
@@ -389,7 +390,7 @@ int32_t moe_edge_store::next(moe_edge_matrix & m, moe_edge_ready * out) {
         serve_waiting(m);
         wake();
         if (table_changes != before) {
-            continue;  // the host tier had something
+            continue;  // the host tier had a slice
         }
         const int32_t  cause    = cause_of_wait(op);
         const uint64_t began_ns = now_ns();
@@ -431,7 +432,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     wake();
 }
 
-// ---- simulation: the caller plays the graph, and says what computing takes
+// ---- simulation: the caller takes the role of the graph and provides compute times
 
 void moe_edge_store::simulate_speed(uint64_t bandwidth, uint64_t latency_us) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -466,7 +467,7 @@ bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_a
     return route();
 }
 
-// ---- the rest
+// ---- warm start, errors, statistics
 
 int32_t moe_edge_store::warm(const moe_edge_prefetch_item * list, int32_t n,
                              void (*progress)(int32_t, int32_t, void *), void * user) {

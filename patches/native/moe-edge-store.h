@@ -1,24 +1,23 @@
-// The store: slots, budget, residency, disk reads and the expert tables of one model.
+// The store of one model: slots, memory budget, residency, disk reads and the expert tables. It combines the cache
+// entries (moe-edge-cells.h), the pools of slots (moe-edge-slots.h) and the reads from disk (moe-edge-reads.h).
 //
-// It brings together cells (moe-edge-cells.h), pools of slots (moe-edge-slots.h) and reads from disk (moe-edge-reads.h).
+// Every (layer, kind, expert) has one cache entry, a moe_edge_cell. An entry holds at most one complete tier. While
+// another tier is being read, the old one stays valid until the new one is published. The rules of the mixed-precision
+// cache (DyMoE 4.4.2) apply to each entry: it holds one tier; a request for a better tier than the resident one is a
+// miss and promotes the entry; a request for a worse tier is a hit and uses the better one. Entries are evicted one at
+// a time, so some matrices of an expert may be resident while others are being read.
 //
-// Every (layer, kind, expert) is one cell. A cell holds at most one complete tier; while another tier is
-// being read, the old one stays valid until the new one is published.
-// Rules of the mixed-precision cache (DyMoE 4.4.2), each about a cell: one format; a request
-// better than what is resident is a miss and promotes; a request that is worse reuses. Cells are
-// evicted one by one, so a worse request may meet what is left of an expert beside what is read.
+// One mutex guards all fields. Weight bytes are read without it: a slot is either being filled by the I/O threads, or
+// it is complete and pinned by the op that reads it.
 //
-// All fields are guarded by one mutex. Weight bytes are read without it: a slot is
-// either being filled by one I/O thread, or complete and pinned by the op that reads it.
+// A prefetch is queued without a slot, so that cancelling it before its read starts has evicted nothing. It takes a
+// slot when its read starts (on a device, when its copy starts) and is dropped if there is no slot. If a step requests
+// the expert earlier, the load takes a slot immediately.
 //
-// A prefetch is queued without a slot, so that one that is taken back before its read starts has
-// evicted nothing. It takes a slot when the read starts, or on a device when the copy does, and is
-// dropped where there is none; asked for meanwhile, it takes one at once.
-//
-// Where the slots are on a device, the I/O threads fill slots of the host tier, and a load ends
-// with one copy, which is enqueued as soon as its bytes are there. From then on the slot counts
-// as complete: who reads it waits for the copy's ticket, in the order of the device. A load may
-// also end in the host tier (moe_edge_miss): the op that asked for it uses the bytes there.
+// If the slots are on a device, the I/O threads fill slots of the host tier, and a load ends with one copy, which is
+// enqueued as soon as the bytes are complete. From then on the slot counts as complete: an op that reads it first waits
+// for the copy's ticket, on the device. A load may also end in the host tier (see moe_edge_miss): the op that requested
+// it then uses the bytes there.
 
 #pragma once
 
@@ -43,20 +42,20 @@
 #include <thread>
 #include <vector>
 
-// The micro-batch of a step. A store without a model has none: its tokens are then of the step's
-// phase, and of sequence 0.
+// The micro-batch of a step. A store without a model has an empty one: its tokens then have the phase of the step and
+// belong to sequence 0.
 struct moe_edge_batch {
-    std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase of each token
-    std::vector<int32_t> sequences;  // [n_tokens] of each token, its first one
-    std::vector<int32_t> window;     // tokens whose queries importance is taken from, ascending
+    std::vector<uint8_t> phases;     // [n_tokens] enum moe_edge_phase
+    std::vector<int32_t> sequences;  // [n_tokens] first sequence of each token
+    std::vector<int32_t> window;     // tokens whose queries are used for importance, ascending
     std::vector<int32_t> starts, prompt_ends;  // as in moe_edge_step
-    std::set<int32_t>    members;    // all sequences of its tokens
+    std::set<int32_t>    members;    // all sequences of the tokens
 };
 
-// The phases of a step's tokens, as the caller of llama_decode declares them.
+// The phases of a step's tokens, as declared by the caller of llama_decode.
 struct moe_edge_token_phases {
-    int32_t           usual;    // enum moe_edge_phase
-    std::set<int32_t> prompts;  // sequences whose tokens belong to a prompt, whatever `usual` is
+    int32_t           usual;    // enum moe_edge_phase of tokens outside `prompts`
+    std::set<int32_t> prompts;  // sequences whose tokens belong to a prompt, whatever `usual` says
 
     bool in_prompt(int32_t sequence) const { return usual == MOE_EDGE_PREFILL || prompts.count(sequence) > 0; }
 };
@@ -68,15 +67,17 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     moe_edge_store(const moe_edge_store &) = delete;
     moe_edge_store & operator=(const moe_edge_store &) = delete;
 
-    // hook side
+    // Called by the hooks.
     void    begin_step(int32_t phase);
     void    begin_step(moe_edge_batch micro_batch);
-    void    close_step();           // no step runs any more
-    const moe_edge_batch & step_batch() const { return batch; }  // empty where no step runs
-    bool    end_step(uint64_t us);  // reports a computed step; false, and it fails, where the callback says so
+    void    close_step();           // ends the step of a model, whether it was computed or aborted
+    const moe_edge_batch & step_batch() const { return batch; }  // empty if no step is running
+    bool    end_step(uint64_t us);  // reports a computed step. If the callback refuses it, the step fails and the
+                                    // result is false.
     void    end_sequence(int32_t sequence);
-    void    describe_tokens();      // of `event`: phases and sequences
-    bool    route();  // runs the callback on `event` and applies the decision
+    void    describe_tokens();      // fills phases and sequences of `event`
+    bool    route();  // calls the callback with `event` and applies the decision; false if the step failed or was
+                      // aborted
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
     void    simulate_speed(uint64_t bandwidth, uint64_t latency_us);
@@ -86,16 +87,16 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     int32_t transition(const moe_edge_prefetch_item * list, int32_t n);
     void    set_transition_rate(uint64_t bytes_per_s);
-    uint64_t limit(uint64_t bytes);  // raises std::runtime_error
-    int32_t loading();            // cells that are being loaded
-    double  tokens_done() const;  // of the running batch, a part of a token for each layer
+    uint64_t limit(uint64_t bytes);  // throws std::runtime_error
+    int32_t loading();            // number of cache entries that are being loaded
+    double  tokens_done() const;  // tokens of the running batch; fractional within a micro-batch
     void    get_states(uint8_t * now, uint8_t * target);
     void    get_landed(uint8_t * out);
     void    take_counts(uint32_t * out);
 
     bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
 
-    // executor side
+    // Called by the executors. moe_edge_ops documents these functions.
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t routed_to(const moe_edge_matrix & m, int32_t * out);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);
@@ -104,7 +105,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    multiply(const std::vector<moe_edge_product> & products, uint64_t began_us);
     bool    fixed() const { return tables_fixed; }
     bool    in_prefill() const { return phase == MOE_EDGE_PREFILL; }
-    // A step then needs no hook: nobody decides, and the executor counts.
+    // If true, the step needs no route hook: no policy decides, and the executor counts the routed tokens.
     bool    runs_unwatched() const { return tables_fixed && (!device || device->counts_routing()); }
     void    waited(int32_t cause, uint64_t ns);  // any thread
     bool    serve_unwatched(const moe_edge_matrix & m, const int32_t * experts, const int32_t * first, int32_t n,
@@ -114,8 +115,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
                  void (*progress)(int32_t, int32_t, void *), void * user);
     void    fail(const std::string & sentence);
     const char * error();
-    void    cancel(bool on) { cancelled = on; }  // next() polls; a signal handler may call this
-    // Whether the running step ends early: it failed, cancel was called, or the context's abort callback says so.
+    void    cancel(bool on) { cancelled = on; }  // next() polls the flag, so a signal handler may set it
+    // Whether the running step must end early: it failed, was cancelled, or the context's abort callback says so.
     bool    aborted() const {
         return failed.load() || is_cancelled();
     }
@@ -123,39 +124,39 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    get_stats(moe_edge_stats * out);
     void    get_resident(uint8_t * out);
     void    reset_stats();
-    std::string check();  // empty, or the invariant that does not hold
+    std::string check();  // an empty string, or the violated invariant
 
-    std::function<void()> detach;  // set while a model's tensors point into the store
+    std::function<void()> detach;  // set while tensors of a model point into the store
 
-    // fixed after construction
+    // Constant after construction.
     int32_t n_layers, n_expert, n_expert_used, n_tiers, max_tokens, n_ahead, importance_window;
-    bool    exact_tiers, whole_experts, rigid;  // of moe_edge_flags
-    moe_edge_device * device = nullptr;  // whose memory the slots are in; null: the host's
-    std::vector<int32_t> il;  // [n_layers] the model's layer numbers
+    bool    exact_tiers, whole_experts, rigid;  // from moe_edge_flags
+    moe_edge_device * device = nullptr;  // the device whose memory holds the slots; null for host memory
+    std::vector<int32_t> il;  // [n_layers] layer numbers of the model
     std::vector<std::array<std::array<moe_edge_slices, MOE_EDGE_MAX_TIERS>, MOE_EDGE_N_KINDS>> slices;
     std::vector<std::array<moe_edge_matrix, MOE_EDGE_N_KINDS>> matrices;  // [n_layers]
 
     std::atomic<bool> cancelled { false };
-    ggml_abort_callback abort_callback = nullptr;  // of the context whose step is running
+    ggml_abort_callback abort_callback = nullptr;  // the callback of the context whose step is running
     void *            abort_user    = nullptr;
-    // How far the running batch is: tokens of micro-batches that are computed, tokens of the one that is being computed,
-    // and its layer whose experts were begun last, from 1 on.
+    // Progress of the running batch: tokens of completed micro-batches, tokens of the running micro-batch, and the
+    // layer whose experts were started last, counted from 1.
     struct { std::atomic<int32_t> done { 0 }, in_step { 0 }, layer { 0 }; } progress;
     moe_edge_route_cb callback      = nullptr;
     void *            callback_user = nullptr;
-    uint32_t          callback_phases = 0;  // bit mask
+    uint32_t          callback_phases = 0;  // bit mask of 1 << moe_edge_phase
     int32_t           default_tier  = 0;
-    std::optional<moe_edge_token_phases> declared_phases;  // nullopt: infer phases from the batch
+    std::optional<moe_edge_token_phases> declared_phases;  // nullopt: infer the phases from the batch
     moe_edge_step_cb  step_callback = nullptr;
     void *            step_user     = nullptr;
     moe_edge_room_cb  room_callback = nullptr;
     void *            room_user     = nullptr;
 
-    // What there is room for without asking: so many tokens more in the cache, so many in a step.
+    // The remaining reservation that the room callback granted: KV cells, and tokens per micro-batch.
     struct { uint32_t tokens, at_once; } given = {};
-    uint32_t laid_out = 0;  // tokens of a micro-batch that scratch is laid out for; 0: the context's
+    uint32_t laid_out = 0;  // micro-batch size that scratch is laid out for; 0: the context's own
 
-    // arrays behind event and decision
+    // The arrays that `event` and `decision` point to.
     moe_edge_event    event    = {};
     moe_edge_decision decision = {};
     std::vector<int32_t> ids, tokens, sequences, ahead_ids;
@@ -166,7 +167,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
   private:
     struct op_state {
-        std::vector<int32_t> remaining;  // cells not yet handed out
+        std::vector<int32_t> remaining;  // cache entries that were not handed out yet
         bool waited = false;
     };
 
@@ -197,9 +198,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     }
     bool has_kind(int32_t layer, int32_t kind) const { return slices[layer][kind][0].expert_bytes > 0; }
     moe_edge_pool & pool_of(int32_t cell, int32_t tier) { return pools[slice_of(cell, tier).group]; }
-    // Whether a slice comes through the host tier. Else it is read into its slot.
+    // Whether a slice passes through the host tier. Otherwise it is read directly into its slot.
     bool    staged(int32_t cell, int32_t tier) const { return host && !pools[slice_of(cell, tier).group].on_host; }
-    // Where it begins in memory that it was read into from a block on.
+    // The offset of a slice from the start of its first block. Direct reads place the whole block in the slot.
     uint64_t offset_in_block(int32_t cell, int32_t tier) const {
         const auto & s = slice_of(cell, tier);
         return (s.offset + expert_of(cell) * s.expert_bytes) % MOE_EDGE_BLOCK;
@@ -219,12 +220,12 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     static int64_t row_length(const moe_edge_slices & s);
     static const moe_edge_kernels * kernels_of(const moe_edge_slices & s);
 
-    // Whether tokens are counted on the device in this step, and nowhere else.
+    // Whether this step's routed tokens are counted on the device only.
     bool    device_counts() const { return device && runs_unwatched(); }
     // Whether a policy decides in the steps of this phase.
     bool    asks(int32_t in_phase) const { return callback && (callback_phases >> in_phase & 1) != 0; }
 
-    // below: with the mutex held
+    // The functions below require the mutex.
     // copies from the host tier (moe-edge-staging.cpp)
     int32_t slice_id(int32_t cell, int32_t tier) const { return cell * n_tiers + tier; }
     moe_edge_queue & queue_of(const moe_edge_load & load) { return load.in_host_tier() ? copies : reads.queue; }
@@ -244,7 +245,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fix_tables();
     void    collect_counts();
 
-    // misses that are not copied (moe-edge-in-place.cpp)
+    // misses that are used in place (moe-edge-in-place.cpp)
     void    open_in_place(const moe_edge_config & config);
     void    choose_places(int32_t layer, int32_t kind, const int32_t * experts, int32_t n, int32_t n_tokens);
     double  compute_seconds(int32_t layer, int32_t kind, int32_t expert) const;
@@ -265,7 +266,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    lay_out(const moe_edge_read & read) const;  // without the mutex
     moe_edge_read_key read_key(int32_t cell) const;
     void    enqueue(int32_t cell);
-    void    dequeue(int32_t cell);  // where it is queued
+    void    dequeue(int32_t cell);  // no effect if the load is not queued
     void    start_load(int32_t cell, moe_edge_load load);
     bool    try_load(int32_t cell, int32_t tier, bool passing, moe_edge_purpose purpose = moe_edge_purpose::DEMAND);
     void    load_or_wait(int32_t cell);
@@ -283,15 +284,15 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     int32_t take_slot(moe_edge_pool & pool, int32_t cell, const moe_edge_claim & claim);
     bool    revoke(const moe_edge_pool & pool);
     void    serve_waiting(moe_edge_pool & pool);
-    void    serve_waiting(const moe_edge_matrix & m);  // in every tier
+    void    serve_waiting(const moe_edge_matrix & m);  // in the pools of all tiers of this matrix
     void    drop_tier(int32_t cell);
     void    evict(int32_t cell);
     void    touch(int32_t cell);
     void    set_entry(int32_t cell, const moe_edge_entry & entry);
-    void    point_to_slot(int32_t cell);  // the table follows what is resident
+    void    point_to_slot(int32_t cell);  // updates the table entry to the resident tier
     void    update_resident(int32_t cell);
 
-    // how much memory slots take (moe-edge-limit.cpp)
+    // the limit on slot memory (moe-edge-limit.cpp)
     void    fit();
     void    move_slot(moe_edge_pool & pool, int32_t slot);
     uint64_t bytes_beyond() const;
@@ -299,10 +300,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::string check_limit() const;
     bool    lies_in_slot(int32_t cell, const moe_edge_entry & entry);
 
-    // Until a read is done, or ms passed; returns the microseconds that it took.
+    // Waits until a read completes, or for at most ms milliseconds. Returns the microseconds spent.
     uint64_t wait_done(std::unique_lock<std::mutex> & lock, int ms);
-    // kind MOE_EDGE_N_KINDS: all of the layer
-    // passing: null for none
+    // Requests experts of a layer. kind MOE_EDGE_N_KINDS stands for all kinds of the layer. passing may be null.
     void    apply_locked(int32_t layer, int32_t kind, const int32_t * experts, const uint8_t * tiers,
                          const uint8_t * passing, int32_t n, int32_t n_tokens);
     bool    check_layer(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
@@ -322,77 +322,80 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    fail_locked(const std::string & sentence);
 
     std::mutex              mutex;
-    std::condition_variable done_cv;   // ops wait for complete cells
-    void *                      memory = nullptr;  // of all pools, or on a device of those there
-    void *                      mapped = nullptr;  // the part of it that is the host's
+    std::condition_variable done_cv;   // ops wait for complete cache entries
+    void *                      memory = nullptr;  // memory of all pools; with a device, of the pools in its memory
+    void *                      mapped = nullptr;  // the mapping of the slots in host memory
     uint64_t                    mapped_bytes = 0;
-    bool                        split = false;     // some of a device's pools are in the host's memory
+    bool                        split = false;     // some pools of a store on a device are in host memory
     std::vector<moe_edge_pool>  pools;
-    std::vector<int32_t>        group_of_slot;     // in the order in which slots lie in host memory; empty on a device
-    uint64_t                    owed_bytes = 0;    // of slots behind the limit that were in use when fit() was done
-    bool                        running = false;   // a step of a model, or a warm start
+    std::vector<int32_t>        group_of_slot;     // groups of the slots in the order of their addresses; empty on a
+                                                   // device
+    uint64_t                    owed_bytes = 0;    // bytes of slots above the limit that were still in use after the
+                                                   // last fit()
+    bool                        running = false;   // a step of a model or a warm start is running
     std::vector<moe_edge_cell>  cells;
-    moe_edge_checksums          checksums;  // by slice_id
+    moe_edge_checksums          checksums;  // indexed by slice_id
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
     double                      round_trip_s = 0.0;
-    // What the host's threads were expected to take for experts that a device lacks, and what they took. The older, the
-    // less it counts, and both begin with the same, so that what was too slow once is tried again.
+    // Expected and measured seconds of the host threads for experts that the device lacks. Both are decayed sums that
+    // start from the same prior, so that computing on the host is tried again after it was too slow.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;
     int32_t                     misses = MOE_EDGE_MISS_COPY;
-    std::vector<int8_t>         places;                // [n_expert] of the layer that is decided now
-    std::unique_ptr<moe_edge_workers> workers;         // where the host may have to compute
+    std::vector<int8_t>         places;                // [n_expert] of the layer that is being decided
+    std::unique_ptr<moe_edge_workers> workers;         // set if the host may compute experts
     moe_edge_queue              copies;                // loads that only need a copy, not enqueued yet
     moe_edge_ticket             ahead_copy = 0;        // the latest prefetch copy
     std::condition_variable     copy_cv;               // the copy thread waits for copies
     std::thread                 copy_thread;
     std::vector<moe_edge_matrix *> all_matrices, down_matrices;
-    bool                        directed = false;      // a front end decides by apply()
-    std::vector<moe_edge_prefetch_item> transitions;  // under way
-    std::vector<moe_edge_pool *> unserved;            // that revoked transitions gave slots back to
+    bool                        directed = false;      // a front end passes tiers to apply()
+    std::vector<moe_edge_prefetch_item> transitions;  // the transitions in progress
+    std::vector<moe_edge_pool *> unserved;            // pools to which revoked transitions returned slots
     int32_t                     transition_seq = 0;
-    int64_t                 n_decided = 0;  // cells with `decided`
-    bool                    tables_fixed = false;  // until the next step
-    uint64_t                table_changes = 0;     // of all matrices
-    uint64_t                fixed_changes = 0;     // how many there were when the tables were last found fixed
-    bool                    stopping = false;      // the copy thread is to end
+    int64_t                 n_decided = 0;  // number of cache entries with decided()
+    bool                    tables_fixed = false;  // the tables are static until the next step
+    uint64_t                table_changes = 0;     // number of changes to all tables
+    uint64_t                fixed_changes = 0;  // value of table_changes when the tables were last found to be static
+    bool                    stopping = false;      // tells the copy thread to end
     std::atomic<bool>       failed { false };
     std::string             failure;
-    std::string             failed_read;  // the latest one
+    std::string             failed_read;  // message of the most recent failed read
     moe_edge_stats          stats = {};
     struct {
         std::atomic<uint64_t> n { 0 }, ns { 0 };
     } waits[2][MOE_EDGE_N_WAITS];
     const bool              in_turn;  // see moe_edge_in_turn()
     int32_t                 phase = MOE_EDGE_PREFILL;
-    moe_edge_batch          batch;           // of the step
-    std::set<int32_t>       live, ended;     // sequences: that steps had tokens of; to be reported as ended
-    std::vector<int32_t>    ends;            // of the report that is given now
+    moe_edge_batch          batch;           // the micro-batch of the running step
+    std::set<int32_t>       live, ended;     // sequences: seen in steps; ended but not reported yet
+    std::vector<int32_t>    ends;            // the ends of the current report
     int32_t                 ahead_seq = 0;
-    uint64_t                clock = 0;  // counts requests
-    uint64_t                n_lists = 0;  // prefetch lists so far
-    std::vector<uint8_t>    resident;  // [n_layers, n_expert]
-    std::vector<uint8_t>    missing;   // [n_layers, n_expert]
-    std::vector<uint32_t>   counts;    // [n_layers, n_expert] tokens routed since take_counts
+    uint64_t                clock = 0;  // counts requests; orders the LRU lists
+    uint64_t                n_lists = 0;  // number of prefetch lists so far
+    std::vector<uint8_t>    resident;  // [n_layers, n_expert], as in moe_edge_get_resident
+    std::vector<uint8_t>    missing;   // [n_layers, n_expert] bit masks, as in moe_edge_event
+    std::vector<uint32_t>   counts;    // [n_layers, n_expert] routed tokens since take_counts
     uint64_t                n_uncollected = 0;  // steps since collect_counts
     struct unwatched_uses {
         std::atomic<uint32_t> tokens { 0 }, steps { 0 };
     };
-    std::vector<unwatched_uses> unwatched;  // [n_layers, n_expert] of the host's ops since collect_counts
-    std::vector<uint8_t>    seen;      // [n_expert] scratch of route()
+    std::vector<unwatched_uses> unwatched;  // [n_layers, n_expert] counted by the host's ops since collect_counts
+    std::vector<uint8_t>    seen;      // [n_expert] scratch space of route()
     std::vector<int32_t>    routed;
-    std::vector<std::vector<int32_t>> routed_of;  // [n_layers] what the hook saw last
+    std::vector<std::vector<int32_t>> routed_of;  // [n_layers] experts of the last route event
     std::vector<uint8_t>    routed_tiers, routed_passing;
-    moe_edge_reads          reads { *this, mutex };  // its threads end before the rest goes
+    moe_edge_reads          reads { *this, mutex };  // last member: its threads end before the other members are
+                                                     // destroyed
 };
 
 bool moe_edge_is_in_turn();  // what moe_edge_in_turn() was told last
 
 // A store waits for a model from when it is created until one takes it (moe-edge.h).
 void moe_edge_await_model(moe_edge_store * store);
-moe_edge_store * moe_edge_latest_waiting();  // null where none waits
+moe_edge_store * moe_edge_latest_waiting();  // null if no store waits
 void moe_edge_stop_waiting(const moe_edge_store * store);

@@ -1,10 +1,11 @@
-// With how many threads a context decodes: as many as find a core.
+// Chooses the number of threads with which a context decodes: as many as find a core.
 //
-// Threads that compute a token meet at hundreds of barriers. Where other processes take cores, each barrier ends
-// with the thread that waits longest for one, and fewer threads are faster. So where threads are often ready without
-// a core, a stretch of steps is tried with fewer, and where they are not, one with more; what was faster stays.
-// An idle machine is never tried on. Threads that read for the model take cores as well, and then fewer that compute are
-// slower: so with fewer than all, tries with more go on however often threads wait.
+// The threads that compute a token meet at hundreds of barriers. If other processes take cores, each barrier waits for
+// the thread that waits longest for a core, and fewer threads are faster. Therefore, if threads are often runnable
+// without a core, a period of several steps is tried with fewer threads; if they are not, a period with more. The
+// faster number is kept. On an idle machine all threads are used and no other number is tried. I/O threads take cores,
+// too, which can look like another process. So while fewer than all threads are used, larger numbers are tried even if
+// threads often wait.
 
 #pragma once
 
@@ -19,14 +20,15 @@ class moe_edge_threads {
 
     int32_t most() const { return most_; }
 
-    // Of the next step, of n_tokens. With many tokens barriers are few, and every core helps.
+    // Returns the number of threads for the next step, which has n_tokens. With many tokens there are few barriers per
+    // token, and every core helps.
     int32_t count(int32_t n_tokens) const { return n_tokens > FEW_TOKENS ? most_ : tried_ > 0 ? tried_ : usual_; }
 
-    // A step of n_tokens took us and ended at now_us. delay_us says how long all threads that compute have been ready
-    // without a core, since ever; it is asked once a stretch. Below 0 where the kernel does not say, and then all
-    // threads compute.
+    // Records a step of n_tokens that took `us` microseconds and ended at now_us. delay_us returns the total time for
+    // which all compute threads have been runnable without a core; it is called once per period. If it is negative,
+    // because the kernel does not report it, all threads are used.
     void step(int32_t n_tokens, uint64_t us, uint64_t now_us, const std::function<int64_t()> & delay_us) {
-        if (n_tokens != n_tokens_) {  // steps that do not compare
+        if (n_tokens != n_tokens_) {  // steps of different sizes are not comparable
             n_tokens_ = n_tokens;
             tried_    = 0;
             delay_us_ = -1;
@@ -52,20 +54,21 @@ class moe_edge_threads {
 
   private:
     static constexpr int32_t  FEW_TOKENS    = 16;
-    static constexpr uint64_t STRETCH_US    = 30000;    // some time slices
-    static constexpr int32_t  LEAST_STEPS = 5;          // they differ by what has to be read
-    static constexpr double   SHARED        = 0.125;    // threads that wait for a core, in the mean
-    static constexpr double   GAIN          = 0.05;     // what a change has to bring
-    static constexpr uint64_t LEAST_HOLD_US = 250000;   // between two tries; twice as long after each that failed
+    static constexpr uint64_t STRETCH_US    = 30000;    // a few time slices
+    static constexpr int32_t  LEAST_STEPS = 5;          // steps differ by the experts that must be read
+    static constexpr double   SHARED        = 0.125;    // mean number of threads waiting for a core
+    static constexpr double   GAIN          = 0.05;     // least improvement that justifies a change
+    static constexpr uint64_t LEAST_HOLD_US = 250000;   // between two tries; doubles after each failed try
     static constexpr uint64_t MOST_HOLD_US  = 2000000;
-    static constexpr uint64_t MOST_BUSY_HOLD_US = 8000000;  // the same where threads wait for cores all the while
+    static constexpr uint64_t MOST_BUSY_HOLD_US = 8000000;  // the maximum while threads constantly wait for cores
 
     void begin() {
         us_ = 0;
         n_steps_ = 0;
     }
 
-    // A stretch with as many threads: microseconds of a step, and how many threads waited for a core.
+    // Judges a period with a constant number of threads. step_us: mean duration of a step. waiting: mean number of
+    // threads that waited for a core.
     void judge(double step_us, double waiting, uint64_t now_us) {
         if (tried_ > 0) {
             const bool better = step_us < (1 - GAIN) * usual_us_;
@@ -92,13 +95,13 @@ class moe_edge_threads {
 
     const int32_t most_;
     int32_t  usual_;
-    int32_t  tried_    = 0;     // in this stretch; 0: the usual number
-    bool     fewer_    = true;  // is what a busy machine is tried on with next; else more
-    double   usual_us_ = 0;     // of a step, in the last stretch with the usual number
+    int32_t  tried_    = 0;     // number of threads tried in this period; 0: the usual number
+    bool     fewer_    = true;  // on a busy machine, try fewer threads next; otherwise more
+    double   usual_us_ = 0;     // mean step time of the last period with the usual number
     uint64_t hold_us_  = LEAST_HOLD_US;
-    uint64_t tried_at_us_ = 0;  // when the latest try ended
-    int64_t  delay_us_ = -1;    // where this stretch began
-    int32_t  n_tokens_ = 0;     // of the steps of this stretch
+    uint64_t tried_at_us_ = 0;  // end of the latest try
+    int64_t  delay_us_ = -1;    // total of delay_us() at the start of this period
+    int32_t  n_tokens_ = 0;     // tokens per step in this period
     uint64_t us_       = 0;
     int32_t  n_steps_  = 0;
 };

@@ -1,5 +1,5 @@
-// Products of many activations with rows in the CPU's own layout. Upstream's microkernel computes 16 of each at once, from
-// numbers of a byte; here a window of both is brought to that form, straight from the interleaved rows.
+// Products of many activations with rows in the CPU's own layout. Upstream's microkernel multiplies 16 rows with 16
+// activations, both as bytes. This file converts windows of both to that form, directly from the interleaved rows.
 
 #include "moe-edge-layout.h"
 
@@ -15,11 +15,12 @@
 namespace {
 
 constexpr int ROWS       = MOE_EDGE_ROWS;
-constexpr int PIECE      = 8;   // bytes of a row that lie together
-constexpr int BYTES      = 32;  // of a row whose low and high parts are numbers so far apart
+constexpr int PIECE      = 8;   // consecutive bytes of one row in the interleaved layout
+constexpr int BYTES      = 32;  // bytes of a row that are unpacked at a time; the values of their low and high parts
+                                // are this far apart
 constexpr int CACHE_LINE = 64;
-constexpr int64_t LEAST_ROWS = 64;  // for a thread at once
-constexpr int64_t UNITS      = 4;   // of these for each thread
+constexpr int64_t LEAST_ROWS = 64;  // per thread at a time
+constexpr int64_t UNITS      = 4;   // portions for each thread
 
 template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tiled_tile_src0 & to, int row) {
     for (int r = 0; r < ROWS; r++) {
@@ -28,14 +29,14 @@ template <typename INTERLEAVED> void unpack_factors(const INTERLEAVED & in, tile
     }
 }
 
-// BYTES bytes of row r, from its byte `at` on.
+// Collects BYTES bytes of row r, starting with its byte `at`.
 void gather(const uint8_t * qs, int r, int at, uint8_t * bytes) {
     for (int i = 0; i < BYTES; i += PIECE) {
         memcpy(bytes + i, qs + (at + i) * ROWS + r*PIECE, PIECE);
     }
 }
 
-// One block of eight rows: numbers, scales and minimums go to the window's rows from `row` on.
+// Unpacks one block of eight rows. Values, scales and minimums go to the rows of the window starting with `row`.
 void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
     constexpr int PARTS = TILED_TILE_K / 32;
     for (int part = 0; part < PARTS; part++) {
@@ -53,7 +54,7 @@ void unpack(const block_q4_Kx8 & in, tiled_tile_src0 & to, int row) {
 void unpack(const block_q2_Kx8 & in, tiled_tile_src0 & to, int row) {
     constexpr int PARTS = TILED_TILE_K / 16;
     for (int r = 0; r < ROWS; r++) {
-        for (int part = 0; part < PARTS; part++) {  // two of a row lie together
+        for (int part = 0; part < PARTS; part++) {  // two parts of a row are adjacent
             const uint8_t both = in.scales[part / 2 * 2*ROWS + 2*r + part % 2];
             to.scales[(row + r) * PARTS + part] = both & 15;
             to.mins[(row + r) * PARTS + part]   = both >> 4;
@@ -69,7 +70,7 @@ void unpack(const block_q2_Kx8 & in, tiled_tile_src0 & to, int row) {
     }
 }
 
-// One block of each activation; a microtile that is not full gets zeros.
+// Copies one block of each activation. An incomplete microtile is filled with zeros.
 void fill(const void * const * acts, int n_acts, int64_t block, tiled_tile_src1 & to) {
     for (int a = 0; a < n_acts; a++) {
         const block_q8_K & x = static_cast<const block_q8_K *>(acts[a])[block];
@@ -88,14 +89,15 @@ void fill(const void * const * acts, int n_acts, int64_t block, tiled_tile_src1 
     }
 }
 
-// Blocks of a window lie far apart, where no processor expects the next one.
+// Prefetches a block into the CPU's cache. The blocks of a window are far apart, so the processor does not predict the
+// next one.
 template <typename INTERLEAVED> void ask_for(const INTERLEAVED & block) {
     for (size_t i = 0; i < sizeof(block); i += CACHE_LINE) {
         __builtin_prefetch(reinterpret_cast<const char *>(&block) + i, 0, 2);
     }
 }
 
-// out[a][i]: by blocks, since the sums of one activation lie far apart.
+// Writes out[a][i], in blocks, because the sums of one activation are far apart.
 void store(const float * sums, int n_rows, int n_acts, float * const * out, int64_t row0) {
     for (int i0 = 0; i0 < n_rows; i0 += TILED_MICRO) {
         const int n = std::min(TILED_MICRO, n_rows - i0);

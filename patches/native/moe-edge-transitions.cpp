@@ -1,4 +1,4 @@
-// Transitions: experts that change their version in the background, at step boundaries.
+// Transitions: experts that change their tier in the background, published at step boundaries.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -10,8 +10,8 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
         [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
 }
 
-// Whether a matrix of this one's expert is on its way to another version. Until that comes all of them
-// stay, those that are in that version already included.
+// Whether any matrix of this entry's expert is in transition. Until the transition ends, no matrix of the expert is
+// evicted, including those that already have the new tier.
 bool moe_edge_store::in_transition(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (cells[cell_index(layer_of(cell), k, expert_of(cell))].in_transition()) {
@@ -21,7 +21,7 @@ bool moe_edge_store::in_transition(int32_t cell) const {
     return false;
 }
 
-// Starts a transition if every matrix has a free slot to go to.
+// Starts a transition if there is a free slot for every matrix.
 bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     if (exact_tiers || transits(t)) {
         return false;
@@ -70,10 +70,10 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     return admitted;
 }
 
-// At a step boundary, where no op reads an expert: whether this transition has come to its end.
-// Its matrices become visible together, or, if a read failed, none of them.
+// Ends a transition if it is complete, and returns whether it was. Called at a step boundary, where no op reads an
+// expert. All its matrices are published together; if a read failed, none is.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
-    std::vector<int32_t> moving;  // without those that a token has asked for meanwhile
+    std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
     bool broken = false;
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         const int32_t cell = cell_index(t.layer, k, t.expert);
@@ -96,21 +96,21 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
-// At a step boundary, where no op reads an expert: publishes all transitions that have landed.
+// Publishes all complete transitions. Called at a step boundary, where no op reads an expert.
 void moe_edge_store::conclude_transitions() {
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
 }
 
-// Takes back one transition that holds a slot of this pool, for a token that needs the slot: its
-// matrices keep their old version, which may then be evicted. False if there is none. A part that
-// is being read gives its slot back when it is done.
+// Revokes one transition that holds a slot of this pool, because a token needs the slot. Its matrices keep their old
+// tier, which may then be evicted. A part that is being read returns its slot when the read ends. Returns false if
+// there is no such transition.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
     int32_t of = -1;
     for (int32_t i = 0; i < pool.usable() && of < 0; i++) {
         const int32_t cell = pool[i].cell;
         if (cell >= 0 && in_transition(cell) && (cells[cell].in_transition() || !cells[cell].pinned() || cells[cell].lacks())) {
-            of = cell;  // else its slot stays anyway
+            of = cell;  // otherwise revoking would not free the slot
         }
     }
     if (of < 0) {
@@ -125,7 +125,7 @@ bool moe_edge_store::revoke(const moe_edge_pool & pool) {
         auto & load = *cells[cell].load();
         load.revoke();
         if (load.arrived()) {
-            // who waits is served when the caller, who may be doing that, is done
+            // Waiting entries are served later, because the caller may be serving them now.
             unserved.push_back(&pool_of(cell, load.tier()));
             free_load(cell);
         }
@@ -163,8 +163,9 @@ void moe_edge_store::get_landed(uint8_t * out) {
     }
 }
 
-// Steps that nobody watched: what the executor counted, into counts and the statistics. An expert
-// is asked for once a step, however many tokens chose it; a device does not count the steps.
+// Adds the tokens that the executor counted, in steps without a route hook, to `counts` and the statistics. An expert
+// counts as requested once per step, for any number of tokens. A device does not count steps, so their number is
+// estimated.
 void moe_edge_store::collect_counts() {
     if (n_uncollected == 0 || !runs_unwatched()) {
         n_uncollected = 0;

@@ -1,13 +1,13 @@
-// A simulated transport: reads that move no bytes and take virtual time. Who picks the
-// next read and what becomes of it is the store's code, the same as for reads from disk.
+// A simulated disk: reads move no bytes and take virtual time. The store's own code selects the next read and handles
+// its end, as for real reads.
 //
-// The disk answers every call after a fixed latency, and calls overlap in it; then the
-// bytes of one call after the other pass through a channel of a fixed bandwidth:
+// The disk starts to transfer a call's bytes after a fixed latency. The latencies of several calls overlap. The bytes
+// then pass through a channel of fixed bandwidth, one call at a time:
 //
-//     done = max(start + latency, when the channel is free) + bytes / bandwidth
+//     done = max(start + latency, time at which the channel is free) + bytes / bandwidth
 //
-// So calls complete in the order in which they start. n threads make at most n calls at
-// once. Integer nanoseconds: the same input gives the same times on every machine.
+// Calls therefore complete in the order in which they start. n threads make at most n calls at the same time. All times
+// are integer nanoseconds, so that the same input gives the same times on every machine.
 
 #pragma once
 
@@ -17,24 +17,24 @@
 
 struct moe_edge_slices;
 
-// One part of a slice on its way into its slot: what a store hands to an I/O thread.
+// A part of a slice to be read into its slot: the job of an I/O thread.
 struct moe_edge_read {
     int32_t  cell;
     int32_t  tier;
-    const moe_edge_slices * slices;  // of the tier, over all experts
+    const moe_edge_slices * slices;  // slices of this tier, for all experts
     int32_t  expert;
     int32_t  part;
     int32_t  parts;
-    bool     background;  // of a transition
+    bool     background;  // belongs to a transition
     char *   slot;
-    bool     checks;      // its bytes count for the checksum of its slice
+    bool     checks;      // its bytes are part of the checksum of the slice
 };
 
 class moe_edge_simulation {
   public:
     explicit moe_edge_simulation(int32_t n_threads) : n_threads(n_threads) {}
 
-    // bandwidth in bytes per second, 0: the bytes take no time.
+    // bandwidth is in bytes per second; 0: transferring bytes takes no time.
     void set_speed(uint64_t bandwidth, uint64_t latency_us) {
         bytes_per_s = bandwidth;
         latency_ns  = latency_us * 1000;
@@ -43,7 +43,7 @@ class moe_edge_simulation {
     uint64_t now() const { return now_ns; }
     bool     has_idle_thread() const { return running.size() < n_threads; }
     bool     busy() const { return !running.empty(); }
-    // When the first of the running reads is done.
+    // The time at which the first running read completes.
     uint64_t next_done() const { return running.front().done; }
 
     void start(const moe_edge_read & read, uint64_t bytes) {
@@ -52,8 +52,7 @@ class moe_edge_simulation {
         running.push_back({ read, now_ns, channel_free });
     }
 
-    // Ends the first of the running reads; the clock goes on to its completion. took_ns:
-    // since it started.
+    // Ends the first running read and advances the clock to its completion. took_ns receives its duration.
     moe_edge_read finish(uint64_t & took_ns) {
         const job done = running.front();
         running.pop_front();
@@ -62,7 +61,7 @@ class moe_edge_simulation {
         return done.read;
     }
 
-    // After every read that is done by then was finished.
+    // Requires that every read that completes by then was finished.
     void set_now(uint64_t ns) { now_ns = std::max(now_ns, ns); }
 
   private:

@@ -1,4 +1,4 @@
-// What the store's parts share: texts, the clock, blocks of direct reads.
+// Helpers of the store: messages, the clock, and rounding to blocks and pages.
 
 #pragma once
 

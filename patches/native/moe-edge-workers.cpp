@@ -8,15 +8,15 @@
 
 namespace {
 
-constexpr int64_t UNIT_ROWS = 32;  // of weights: what a thread takes at once
+constexpr int64_t UNIT_ROWS = 32;  // rows of weights per unit of work
 
-// With so many rows of activations ggml's product of matrices is faster than one row after another. Their
-// results differ by rounding. A thread takes at most so many of them at once.
+// From MATRIX_ROWS rows of activations on, ggml's matrix product is faster than single dot products. The results differ
+// by rounding. A thread takes at most MATRIX_PART rows at a time.
 constexpr size_t MATRIX_ROWS = 16, MATRIX_PART = 128;
 
 bool by_matrix(const moe_edge_product & p) { return p.x.size() >= MATRIX_ROWS; }
 
-// n rows of activations from `first` on, all on this thread.
+// Multiplies n rows of activations, starting with `first`, on this thread.
 void multiply_matrix(const moe_edge_product & p, size_t first, size_t n) {
     constexpr size_t ALIGN = 64;
     thread_local std::vector<float> x, out;
@@ -48,7 +48,7 @@ void multiply_matrix(const moe_edge_product & p, size_t first, size_t n) {
 }  // namespace
 
 moe_edge_workers::moe_edge_workers(int32_t n_threads) {
-    ggml_cpu_init();  // tables of the dot products
+    ggml_cpu_init();  // initializes the tables of the dot products
     for (int32_t i = 1; i < n_threads; i++) {
         threads.emplace_back([this] { run(); });
     }
@@ -65,7 +65,7 @@ moe_edge_workers::~moe_edge_workers() {
     }
 }
 
-// gate and up of all experts multiply with the same activations: each is converted once.
+// Converts a row of activations. gate and up of all experts use the same rows, so each is converted only once.
 const void * moe_edge_workers::convert(const float * x, int64_t n, int32_t to) {
     if (to == GGML_TYPE_F32) {
         return x;
@@ -87,7 +87,7 @@ void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) 
     for (const auto & p : products) {
         n_rows += by_matrix(p) ? p.x.size() : 0;
     }
-    // two parts for each thread, so that none is long alone at the end
+    // at least two parts for each thread, so that no thread works alone for long at the end
     matrix_part = std::clamp(n_rows / (2 * (threads.size() + 1)), MATRIX_ROWS, MATRIX_PART);
     for (const auto & p : products) {
         const auto * traits = ggml_get_type_traits_cpu(static_cast<ggml_type>(p.type));
@@ -110,7 +110,7 @@ void moe_edge_workers::multiply(const std::vector<moe_edge_product> & products) 
     changed.notify_all();
     compute_units();
     std::unique_lock<std::mutex> lock(mutex);
-    open = false;  // nobody waits for a thread that wakes up now
+    open = false;  // threads that wake up later find no work
     finished.wait(lock, [this] { return at_work == 0; });
 }
 

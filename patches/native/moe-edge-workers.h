@@ -1,4 +1,4 @@
-// Threads of the host that compute experts beside a device, with the CPU backend's dot products.
+// Host threads that compute experts while a device computes others, with the CPU backend's dot products.
 
 #pragma once
 
@@ -15,20 +15,20 @@
 
 class moe_edge_workers {
   public:
-    // The caller of multiply() is one of them.
+    // n_threads includes the caller of multiply().
     explicit moe_edge_workers(int32_t n_threads);
     ~moe_edge_workers();
     moe_edge_workers(const moe_edge_workers &) = delete;
     moe_edge_workers & operator=(const moe_edge_workers &) = delete;
 
-    // Done on return. One caller at a time computes, others wait.
+    // Computes all products and returns when they are done. Callers are served one at a time.
     void multiply(const std::vector<moe_edge_product> & products);
 
   private:
-    // One product, its activations in the form that its type multiplies with.
+    // A product with its activations converted to the type that its dot product needs.
     struct prepared {
         const moe_edge_product *  product;
-        int64_t                   first;  // of its units
+        int64_t                   first;  // number of its first unit
         std::vector<const void *> x;
     };
     const void * convert(const float * x, int64_t n, int32_t to);
@@ -37,18 +37,18 @@ class moe_edge_workers {
 
     std::mutex               callers;
     std::mutex               mutex;
-    std::condition_variable  changed;   // there is work, or an end to it
-    std::condition_variable  finished;  // the last thread has left the work
+    std::condition_variable  changed;   // new work, or the end of the threads
+    std::condition_variable  finished;  // the last thread has finished its units
     uint64_t                 round    = 0;
-    int32_t                  at_work  = 0;  // threads that have begun with this round and not left it
-    bool                     open     = false;  // there may be work left in it
+    int32_t                  at_work  = 0;  // threads that are working on this round
+    bool                     open     = false;  // units of this round may be left
     bool                     stopping = false;
 
-    // of this round
-    std::map<std::pair<const float *, int32_t>, std::vector<char>> activations;  // by row and the type that it takes
+    // Members of the current round.
+    std::map<std::pair<const float *, int32_t>, std::vector<char>> activations;  // by row and target type
     std::vector<prepared>    work;
     int64_t                  n_units = 0;
-    size_t                   matrix_part = 0;  // rows of activations that a thread takes at once, where they are many
+    size_t                   matrix_part = 0;  // rows of activations per unit, for products computed as a matrix
     std::atomic<int64_t>     next_unit { 0 };
 
     std::vector<std::thread> threads;

@@ -1,30 +1,33 @@
-// moe-edge: single experts of a Mixture-of-Experts model, each with its own
-// address and ggml type, kept within a memory budget and read from disk on demand.
+// moe-edge: runs a Mixture-of-Experts model with a store of experts. The store keeps experts in a cache within a memory
+// budget and reads the others from disk on demand. Each expert has its own address and its own ggml type.
 //
-// One store serves one loaded model and one llama_context that decodes at a time.
-// Call order:
+// One store serves one loaded model and one llama_context that decodes at a time. Call order:
 //
-//   moe_edge_store_create      makes pools and I/O threads; nothing is read yet, and the store
-//                              waits for a model
-//   llama_model_load_*         with tensor_buft_overrides that send the expert tensors to
-//                              moe_edge_buffer_type(): attaches the store to the model
+//   moe_edge_store_create      allocates the pools of slots and starts the I/O threads. The store reads nothing yet and
+//                              waits for a model.
+//   llama_model_load_*         with tensor_buft_overrides that place the expert tensors in moe_edge_buffer_type().
+//                              The loaded model takes the store.
 //   llama_decode, llama_encode, llama_process, as without a store
 //   llama_free, then moe_edge_store_free and llama_model_free in either order
 //
-// A model that has loaded with expert tensors in moe_edge_buffer_type() takes the store that was
-// created last among those that wait. A store waits from its creation until a model takes it, and
-// again once that model is freed; a simulated one never does. Where no store waits, or the tensors
-// do not match what the store was created for, the load fails and moe_edge_load_error() says why;
-// the store goes on waiting. A load with no_alloc, as memory fitting makes them, takes no store.
+// A model with expert tensors in moe_edge_buffer_type() takes the most recently created store that waits for a model. A
+// store waits from its creation until a model takes it, and waits again after that model is freed. A simulated store
+// never waits. If no store waits, or if the model's tensors do not match the store's configuration, loading fails,
+// moe_edge_load_error() returns the reason, and the store keeps waiting. A load with no_alloc, which llama.cpp uses to
+// fit a model into memory, takes no store.
 //
-// Each micro-batch (ubatch) that a context computes is one step. Where it begins, complete
-// transitions are published and what an aborted step left behind is cleared; where it ends, errors
-// are looked for and the step callback is called. A step that failed makes llama_decode return
-// MOE_EDGE_FAILED, and moe_edge_error() says why. It returns 2 after a cancel, as after the
-// context's own abort callback. Both take the micro-batch's cells back, as upstream does.
+// Each micro-batch (ubatch) that a context computes is one step. At the start of a step, the store publishes complete
+// transitions and clears what an aborted step left. At the end, it checks for errors and calls the step callback. If a
+// step fails, llama_decode returns MOE_EDGE_FAILED and moe_edge_error() returns the reason. After a cancel,
+// llama_decode returns 2, as it does when the context's own abort callback stops it. In both cases llama.cpp removes
+// the micro-batch from its KV cells.
 //
-// "layer" is always the index of a MoE layer, 0 .. n_layers-1, counted without the
-// dense layers; moe_edge_layer.il is the model's own layer number.
+// "layer" is always the index of a MoE layer, 0 .. n_layers-1, not counting dense layers. moe_edge_layer.il is the
+// model's own layer number. Sizes are in bytes, and shapes are written as [rows, columns], row-major.
+//
+// Threads: unless its comment says otherwise, a function that takes a store may be called from any thread. The
+// functions that set a callback or a phase take no lock: call them between steps, or from a callback on the decoding
+// thread.
 
 #pragma once
 
@@ -46,12 +49,12 @@ extern "C" {
 #define MOE_EDGE_MAX_AHEAD    4
 #define MOE_EDGE_MAX_PREFETCH 1024
 #define MOE_EDGE_DEVICE_ALIGN 256
-#define MOE_EDGE_SKIP         255  // tier of an expert that contributes nothing
-#define MOE_EDGE_ABSENT       254  // residency: no tier of this expert is in memory
-#define MOE_EDGE_FAILED       (-3) // of llama_decode: the step failed, and would again with fewer tokens;
-                                   // without a moe_edge_error, for a reason of llama.cpp's own
+#define MOE_EDGE_SKIP         255  // tier of an expert that is skipped and contributes nothing
+#define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is in no tier
+#define MOE_EDGE_FAILED       (-3) // returned by llama_decode if the step failed and would also fail with fewer tokens.
+                                   // If moe_edge_error() returns NULL, the failure is llama.cpp's own.
 
-// Matrix kinds. A layer has either UP, GATE and DOWN, or UP and DOWN, or GATE_UP and DOWN.
+// The matrices of an expert. A layer has UP, GATE and DOWN; or UP and DOWN; or GATE_UP and DOWN.
 enum moe_edge_kind {
     MOE_EDGE_UP      = 0,
     MOE_EDGE_GATE    = 1,
@@ -60,21 +63,22 @@ enum moe_edge_kind {
     MOE_EDGE_N_KINDS = 4,
 };
 
+// The phase of a token or a step. A step with at least one prompt token is prefill.
 enum moe_edge_phase {
     MOE_EDGE_PREFILL = 0,
     MOE_EDGE_DECODE  = 1,
 };
 
 enum moe_edge_flags {
-    MOE_EDGE_DIRECT_IO   = 1,  // O_DIRECT where the file system allows it
-    MOE_EDGE_EXACT_TIERS = 2,  // a request drops a better copy in memory and computes what it asked
-                               // for: to measure what a tier costs, not to be fast
-    MOE_EDGE_SIMULATED   = 4,  // files are not opened, reads move no bytes and take virtual time
-    // Both to compare with, not to be fast:
-    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op gets an expert once all matrices of it are there, as far as
-                                 // slots go: where none of them is on its way, it gets what is there
-    MOE_EDGE_RIGID       = 16, // with MOE_EDGE_SIMULATED alone: demand and prefetch are read in the order
-                               // in which they were asked for, and no read is taken back
+    MOE_EDGE_DIRECT_IO   = 1,  // use O_DIRECT if the file system supports it
+    MOE_EDGE_EXACT_TIERS = 2,  // a request evicts a better resident tier and computes the requested one. For measuring
+                               // the quality loss of a tier; slow.
+    MOE_EDGE_SIMULATED   = 4,  // open no files: reads move no bytes and take virtual time
+    // The next two are for comparisons only; both are slow.
+    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op receives an expert only after all its matrices are resident. If none of
+                                 // the missing matrices can get a slot, the op receives the resident ones.
+    MOE_EDGE_RIGID       = 16, // only with MOE_EDGE_SIMULATED: demand reads and prefetches run in the order in which
+                               // they were requested, and no read is cancelled
 };
 
 // How a store serves an expert that a token needs and the device does not have.
@@ -85,34 +89,33 @@ enum moe_edge_miss {
     MOE_EDGE_MISS_AUTO    = 2,  // choose for each expert the way that finishes its layer first
 };
 
-// Where the experts of one (layer, kind, tier) lie: expert e is the bytes
-// [offset + e*expert_bytes, offset + (e+1)*expert_bytes) of files[file].
+// The location of the experts of one (layer, kind, tier). Expert e starts at byte offset + e*expert_bytes of
+// files[file].
 struct moe_edge_slices {
     uint64_t offset;
-    uint64_t expert_bytes;  // 0: this layer has no such matrix
-    int32_t  file;
+    uint64_t expert_bytes;  // 0: the layer has no such matrix
+    int32_t  file;          // index in moe_edge_config.files
     int32_t  type;          // enum ggml_type
-    int32_t  group;         // the slot group that holds it
-    int32_t  interleaved_rows;  // 0: slots hold the bytes as they are in the file; else the matrix's rows, and
-                            // slots hold the CPU's own layout of it: see moe_edge_interleaves()
-    const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. One that is read with another,
-                            // when it is first read as a whole, is as one that could not be read
-    double   compute_us;    // for MOE_EDGE_MISS_AUTO: what the host's threads take for one expert's product,
-                            // of moe_edge_measure_product(); 0: they are not to compute it
+    int32_t  group;         // index of the slot group that holds these slices
+    int32_t  interleaved_rows;  // 0: slots hold the bytes of the file. Otherwise the number of rows of the matrix, and
+                                // slots hold the CPU's own layout: see moe_edge_interleaves().
+    const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. If the first complete read of an expert
+                                 // has another checksum, it counts as a failed read.
+    double   compute_us;    // for MOE_EDGE_MISS_AUTO: time of one expert's product on the host threads, as
+                            // moe_edge_measure_product() measures it. 0: the host must not compute it.
 };
 
-// A slot group: slots of one size that evict each other in least-recently-used
-// order. Layers may share a group or have one each, and so may tiers in host memory; matrix
-// kinds may not share. slot_bytes must be at least moe_edge_slot_bytes() of every slice in it. In the
-// memory of a device all slices of a group are of one tier, type and size, and slot_bytes is
+// A slot group: slots of one size with a common LRU order. Several layers may share a group. In host memory, tiers may
+// share a group, too. Different matrix kinds may not. slot_bytes must be at least moe_edge_slot_bytes() of every slice
+// in the group. In device memory, all slices of a group have the same tier, type and size, and slot_bytes is
 // moe_edge_device_slot_bytes().
 struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
-    int32_t  n_passing;  // slots that passing requests may take from the others; 0 means 1
-    int32_t  place;      // enum moe_edge_miss: MOE_EDGE_MISS_COPY, slots are where the store's are; or, on a
-                         // device, MOE_EDGE_MISS_COMPUTE: slots are in the host's memory, whose threads
-                         // compute what is in them, however many tokens there are
+    int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
+    int32_t  place;      // enum moe_edge_miss. MOE_EDGE_MISS_COPY: the slots are in the store's memory.
+                         // MOE_EDGE_MISS_COMPUTE, for a store on a device: the slots are in host memory, and host
+                         // threads compute the experts in them, for any number of tokens.
     int32_t  reserved;
 };
 
@@ -126,108 +129,109 @@ struct moe_edge_config {
     const char * const *           files;
     const struct moe_edge_layer *  layers;
     const struct moe_edge_group *  groups;
-    void *   device;          // of moe_edge_device_find(): slots are in its memory, host memory and the
-                              // files behind it; NULL: slots are in host memory
-    uint64_t budget_bytes;    // sum of slot_bytes*n_slots must not exceed it; on a device each group
-                              // starts at a multiple of MOE_EDGE_DEVICE_ALIGN, which comes on top
-    uint64_t host_bytes;      // budget of the host memory behind a device: slices on their way, and
-                              // those kept for the next time; moe_edge_host_least_bytes() at least
-    // For MOE_EDGE_MISS_AUTO: the speed of copies to the device (0: unknown), and the time that is lost
-    // when the host and the device wait for each other once, including the time to wake the host's
-    // threads.
+    void *   device;          // from moe_edge_device_find(): the slots are in device memory, and misses come from host
+                              // memory or from the files. NULL: the slots are in host memory.
+    uint64_t budget_bytes;    // the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
+                              // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
+    uint64_t host_bytes;      // budget of the host tier of a store on a device: slices on their way to the device, and
+                              // slices kept for the next miss. At least moe_edge_host_least_bytes().
+    // For MOE_EDGE_MISS_AUTO: the bytes of weights per second that are copied to the device, or that kernels read from
+    // host memory. 0 if the device cannot do it. round_trip_us is the cost of each synchronization of host and device,
+    // including the time to wake the host threads. copy_bytes_per_s also limits how many copies of prefetched slices
+    // are in flight.
     double   copy_bytes_per_s;
     double   round_trip_us;
-    int32_t  misses;          // enum moe_edge_miss: of layers with few tokens, on a device; others are copied
-    int32_t  n_host_threads;  // that compute misses
+    int32_t  misses;          // enum moe_edge_miss for layers with few tokens, on a device; other layers use COPY
+    int32_t  n_host_threads;  // host threads that compute misses
     int32_t  n_files;
     int32_t  n_layers;
     int32_t  n_groups;
     int32_t  n_tiers;         // tier 0 is the best
-    int32_t  n_expert;
-    int32_t  n_expert_used;
-    int32_t  max_tokens;      // n_ubatch: the most tokens of one route event; a larger one
-                              // is not reported and computes in the default tier
+    int32_t  n_expert;        // experts per layer
+    int32_t  n_expert_used;   // k: the most experts that a token uses in a layer
+    int32_t  max_tokens;      // n_ubatch: the most tokens in one route event. A larger event is not reported, and its
+                              // experts are computed in the default tier.
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  importance_window;  // token importance from the last W queries of each prompt in a step,
-                              // 0: none, -1: from all of them, which needs an attention that is not flash
+    int32_t  importance_window;  // token importance is computed from the last W queries of each prompt in a step.
+                                 // 0: none. -1: from all queries, which is not possible with flash attention.
     int32_t  reserved;
 };
 
 struct moe_edge_store;
 
-// What the router of one layer chose. Every array belongs to the store, lies at an
-// address that does not change while the store lives, and is valid during the
-// callback only.
+// A route event: the experts that the router of one layer selected. The store owns all arrays. Their addresses never
+// change during the lifetime of the store, and their contents are valid only during the callback.
 struct moe_edge_event {
     int32_t layer;
-    int32_t phase;             // enum moe_edge_phase of the step: prefill where any token is prompt
-    int32_t n_tokens;          // T of this event (a last layer may see fewer than the batch)
-    int32_t n_ahead;           // look-ahead layers present: layer+1 .. layer+n_ahead
+    int32_t phase;             // enum moe_edge_phase of the step: prefill if any token belongs to a prompt
+    int32_t n_tokens;          // T: tokens of this event. The last layer may have fewer than the micro-batch.
+    int32_t n_ahead;           // number of look-ahead layers: layer+1 .. layer+n_ahead
     int32_t has_importance;
-    int32_t n_used;            // experts that a token uses in this layer, k or fewer
-    int64_t step;              // counts steps
-    const int32_t * ids;       // [T, k]  row-major, one row a token; the first id again behind n_used
-    const float   * weights;   // [T, k]  routing weights as the model will use them; 0 behind n_used
-    const int32_t * tokens;    // [T]     position of each token in its ubatch
+    int32_t n_used;            // experts that each token uses in this layer, at most k
+    int64_t step;              // number of the step
+    const int32_t * ids;       // [T, k]  selected experts. Entries after the first n_used repeat the row's first id.
+    const float   * weights;   // [T, k]  routing weights as the model applies them; 0 after the first n_used
+    const int32_t * tokens;    // [T]     index of each token in its micro-batch
     const uint8_t * phases;    // [T]     enum moe_edge_phase of each token
-    const int32_t * sequences; // [T]     sequence of each token, its first one if it has several
-    const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted top-k, best first; filled as ids are
-    const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of those, eq. 6 of DyMoE
-    const float   * importance; // [T]    attention that each token receives from its own sequence, eq. 1
-                               // of DyMoE; of tokens that are not prompt it says nothing
-    const uint8_t * resident;  // [n_layers, n_expert] as of moe_edge_get_resident
-    const uint8_t * missing;   // [n_layers, n_expert] bits 1 << moe_edge_kind of the matrices in no tier
+    const int32_t * sequences; // [T]     sequence of each token; the first one if a token has several
+    const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted experts, best first; padded like ids
+    const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of ahead_ids, eq. 6 of DyMoE
+    const float   * importance; // [T]    attention that each prompt token receives from its own sequence, eq. 1 of
+                                // DyMoE. Undefined for tokens that do not belong to a prompt.
+    const uint8_t * resident;  // [n_layers, n_expert] as returned by moe_edge_get_resident
+    const uint8_t * missing;   // [n_layers, n_expert] bit mask of 1 << moe_edge_kind: matrices resident in no tier
 };
 
 struct moe_edge_prefetch_item {
     int16_t layer;
     int16_t expert;
     uint8_t tier;
-    uint8_t kinds;             // bit mask of 1 << moe_edge_kind; 0 means all of the layer
-    int16_t passing;           // as in moe_edge_decision
+    uint8_t kinds;             // bit mask of 1 << moe_edge_kind; 0 means all matrices of the expert
+    int16_t passing;           // 1: a streaming request, see moe_edge_decision
 };
 
-// The callback's answer, in arrays of the store. tier[] and passing[] are filled with 0 (the
-// best; stays) before each call, and only entries of routed experts are read.
+// The decision of the route callback, in arrays of the store. Before each call, the store sets tier[] to 0 (the best
+// tier) and passing[] to 0. It reads only the entries of routed experts.
 //
-// A passing request does not count as a use: what it finds in memory keeps its place in the
-// order of eviction; what it loads is evicted before anything else, and takes a slot from the
-// others only while less than n_passing slots of the group hold such loads. A long prompt so
-// streams through a few slots, and what decoding uses stays.
+// passing marks a streaming request, which does not count as a use. A resident expert keeps its place in the LRU order.
+// An expert that the request loads is the first to be evicted, and it evicts other experts only while fewer than
+// n_passing slots of its group hold streamed experts. A long prompt therefore streams through a few slots and does not
+// evict the experts that decoding uses.
 //
-// A prefetch reads what is not in memory, as far as slots go. What is in memory counts as used,
-// unless it is passing, and gives no slot to the rest of the list.
+// A prefetch reads absent experts if it gets slots. A resident expert in the list counts as used, unless its item is
+// marked as passing, and is not evicted for other items of the list.
 struct moe_edge_decision {
-    uint8_t * tier;                       // [n_expert] tier index or MOE_EDGE_SKIP
+    uint8_t * tier;                       // [n_expert] tier index, or MOE_EDGE_SKIP
     uint8_t * passing;                    // [n_expert] 0 or 1
     struct moe_edge_prefetch_item * prefetch;  // [MOE_EDGE_MAX_PREFETCH] most urgent first
     int32_t n_prefetch;
-    int32_t renormalize;                  // 1: remaining weights of a token keep their sum
+    int32_t renormalize;                  // 1: scale a token's remaining weights so that their sum is as before skipping
 };
 
-// Returns 0, or anything else to fail the running llama_decode.
+// Called for each MoE layer, on the thread that decodes. Returns 0, or another value to make the running llama_decode
+// fail.
 typedef int (*moe_edge_route_cb)(void * user);
 
-// A step that was computed. The arrays are valid during the callback only. A token that belongs to
-// several sequences counts for each.
+// The report of a computed step. The arrays are valid only during the callback. A token that belongs to several
+// sequences counts for each of them.
 struct moe_edge_step {
-    int64_t  step;                  // as in the events of the step
-    uint64_t us;                    // from its beginning until it was computed
-    int32_t  phase;                 // enum moe_edge_phase, as in the events
+    int64_t  step;                  // number of the step, as in its route events
+    uint64_t us;                    // duration in microseconds
+    int32_t  phase;                 // enum moe_edge_phase, as in the route events
     int32_t  n_tokens;
     int32_t  n_starts;
     int32_t  n_prompt_ends;
     int32_t  n_ends;
     int32_t  reserved;
     const int32_t * starts;         // [n_starts] sequences with a token at position 0
-    const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a token of the prompt that has an output
-    const int32_t * ends;           // [n_ends] sequences that moe_edge_sequence_end named since the last
-                                    // such step, hence before the starts
+    const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a prompt token that has an output
+    const int32_t * ends;           // [n_ends] sequences passed to moe_edge_sequence_end since the last report, and
+                                    // therefore before the starts of this step
 };
 
-// Returns 0, or anything else to fail the step that was computed.
+// Returns 0, or another value to make the step fail although it was computed.
 typedef int (*moe_edge_step_cb)(const struct moe_edge_step * step, void * user);
 
 // What the thread that decodes waits for.
@@ -241,13 +245,14 @@ enum moe_edge_wait {
 };
 
 struct moe_edge_stats {
-    // by phase: [prefill, decode]; requests, hits, routed and computed once a step for each expert
-    uint64_t requests[2];          // matrices asked for
-    uint64_t hits[2];              // asked-for tier or better was resident when asked
+    // Counters with [2] are by phase: [prefill, decode]. An expert counts once per step in requests, hits, routed and
+    // computed, for any number of tokens.
+    uint64_t requests[2];          // requested matrices
+    uint64_t hits[2];              // requests whose tier, or a better one, was resident
     uint64_t demand_bytes[2];      // read because a token needed them
     uint64_t prefetch_bytes[2];
-    uint64_t wait_us[2];           // compute threads waited for I/O
-    uint64_t host_hits[2];         // loads of a device whose slice was in host memory
+    uint64_t wait_us[2];           // time in which compute threads waited for I/O
+    uint64_t host_hits[2];         // loads to a device whose slice was in the host tier
     uint64_t copy_bytes[2];        // copied to a device
     uint64_t host_computed[2];     // matrices that the host computed, without a slot on the device
     uint64_t host_computed_bytes[2];
@@ -267,9 +272,9 @@ struct moe_edge_stats {
     uint64_t slot_bytes_in_use;
     uint64_t slot_bytes_peak;
     uint64_t budget_bytes;
-    uint64_t slot_bytes;           // of the slots that may be used: all of them, or what moe_edge_store_limit left
-    uint64_t read_us;              // summed over I/O threads
-    uint64_t experts_promoted;     // transitions published, by direction
+    uint64_t slot_bytes;           // size of the usable slots: all, or those within the limit of moe_edge_store_limit
+    uint64_t read_us;              // sum over all I/O threads
+    uint64_t experts_promoted;     // published transitions, by direction
     uint64_t experts_demoted;
     uint64_t transitions_begun;
     uint64_t transitions_rejected; // no free slot, or the expert is not resident or under way already
@@ -284,24 +289,26 @@ struct moe_edge_stats {
     int32_t  reserved;
 };
 
+// Returns the MOE_EDGE_ABI_VERSION that the library was compiled with.
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
 
-// Whether this CPU has a layout of its own for matrices of n_out rows of n_in numbers, with kernels that are faster
-// than those for the bytes as they are in the file. It takes as many bytes.
+// Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, with faster kernels
+// than for the layout of the file, and 0 otherwise. Both layouts have the same size.
 MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out);
 
-// The CRC-32 of n bytes behind those that crc is of; 0 is that of none. As zlib's.
+// Extends a CRC-32 by n bytes and returns the new checksum, as zlib's crc32 does. crc is the checksum of the bytes
+// before data; it is 0 at the start.
 MOE_EDGE_API uint32_t moe_edge_crc32(uint32_t crc, const void * data, uint64_t n);
 
-// Bytes a slot needs for a slice of this length at this file offset: direct reads
-// cover whole 4096-byte blocks.
+// Returns the bytes that a slot needs for a slice of this length at this file offset. Direct reads cover whole
+// 4096-byte blocks.
 MOE_EDGE_API uint64_t moe_edge_slot_bytes(uint64_t offset, uint64_t expert_bytes);
 
-// Bytes that a slice takes on a device: what kernels may read behind its end is part of it. A
-// multiple of the type's block bytes. n_cols: the length of a row. 0 for a type that ggml does not have.
+// Returns the bytes that a slice takes on a device, a multiple of the type's block size. They include the padding that
+// kernels may read past its end. n_cols is the length of a row. Returns 0 for a type that ggml does not have.
 MOE_EDGE_API uint64_t moe_edge_device_slot_bytes(int32_t type, uint64_t expert_bytes, int64_t n_cols);
 
-// The smallest host_bytes that works with this configuration.
+// Returns the smallest host_bytes that works with this configuration.
 MOE_EDGE_API uint64_t moe_edge_host_least_bytes(const struct moe_edge_config * config);
 
 struct moe_edge_device_info {
@@ -311,26 +318,29 @@ struct moe_edge_device_info {
 };
 
 struct moe_edge_bandwidths {
-    double  pinned_bytes_per_s;    // host to device; 0 where pinning is refused
+    double  pinned_bytes_per_s;    // host to device; 0 if memory cannot be pinned
     double  pageable_bytes_per_s;
     double  round_trip_us;         // a copy of few bytes, until the host knows that it is done
     double  compute_bytes_per_s;   // weights in Q4_K that the host's threads multiply with one token
 };
 
-// A device of this process by name: "cuda0", "cuda1", ... or "host", main memory in the place of a
-// device, "host:DELAY" with copies that take up to DELAY microseconds; both for tests. It lives as
-// long as the process. NULL, with one sentence in err, if there is none.
+// Returns a device of this process by name: "cuda0", "cuda1", ..., or for tests "host", which uses main memory as a
+// device, and "host:DELAY", whose copies take up to DELAY microseconds. A device lives until the process ends. If there
+// is no such device, returns NULL and writes one sentence to err.
 MOE_EDGE_API void * moe_edge_device_find(const char * name, char * err, size_t err_size);
+// Writes the name and the memory of a device to out. Always returns 0.
 MOE_EDGE_API int moe_edge_device_describe(void * device, struct moe_edge_device_info * out);
-// As moe_edge_buffer_type, for a store on this device.
+// The counterpart of moe_edge_buffer_type for a store on this device.
 MOE_EDGE_API void * moe_edge_device_buffer_type(void * device);
-// By moving bytes bytes, 1 MiB or more, and computing with them; takes as much device memory and
-// twice as much of the host's. 0, or -1 where there is not enough or the device is lost.
+// Measures the transfer and compute speeds of a device with `bytes` bytes (at least 1 MiB) and n_threads host threads.
+// Allocates `bytes` on the device and twice as much in host memory, and frees both. Returns 0, or -1 if there is not
+// enough memory or the device is lost.
 MOE_EDGE_API int moe_edge_device_measure(void * device, uint64_t bytes, int32_t n_threads, struct moe_edge_bandwidths * out);
 
-// What n_threads of the host take to multiply experts of this type, [n_out, n_in] each, with one token, as
-// they do for misses: asleep before, and with weights that no cache holds. each_us: one expert more;
-// wake_us: what the first one takes beyond that. 0, or -1 for a type or a shape that cannot be.
+// Measures how long n_threads host threads take to multiply experts of this type, [n_out, n_in] each, with one token.
+// The conditions are those of a miss: the threads sleep first, and the weights are in no CPU cache. each_us receives
+// the time for one more expert, wake_us the additional time for the first one. Returns 0, or -1 if the type or shape is
+// not valid.
 MOE_EDGE_API int moe_edge_measure_product(int32_t type, int64_t n_in, int64_t n_out, int32_t n_threads, double * each_us, double * wake_us);
 
 // Whether stores that are created from now on do their reads and their copies in turn: on the thread that decodes,
@@ -341,177 +351,188 @@ MOE_EDGE_API void moe_edge_in_turn(int32_t on);
 // NULL on failure, with one sentence in err. The store waits for a model, unless it is simulated.
 MOE_EDGE_API struct moe_edge_store * moe_edge_store_create(
         const struct moe_edge_config * config, char * err, size_t err_size);
+// Frees a store, and detaches it from its model if it has one. The context must have been freed before. NULL is allowed.
 MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 
-// How many bytes slots may take from now on: at most what the groups were made with, which any larger number stands for.
-// All groups keep the same share of their slots. Free slots go first, then those that are next to be evicted. Slots that
-// are read to, that a transition holds or an op of the step still needs go as soon as these let go of them. Memory behind
-// the limit goes back to the system at once, in pieces of 2 MiB. A higher limit makes slots of it again, which are empty.
-// Returns how many bytes of slots are still to come, 0 where the limit holds; the same call again says it again. -1, with
-// one sentence in err, and nothing has changed: below one slot of each group, which is the least that a step needs; where
-// slots are on a device, whose memory stays divided as it was; and while a step of a model or a warm start runs. Between
-// the steps of a model it may be called from any thread, and from the step callback.
+// Limits the memory of the slots to `bytes` from now on. A number above the configured size means no limit. All groups
+// keep the same share of their slots. Free slots are given up first, then the least recently used ones. Slots that are
+// being filled, that a transition holds, or that an op of the running step needs are given up as soon as they are
+// released. Memory above the limit returns to the system immediately, in pieces of 2 MiB. A higher limit adds empty
+// slots.
+//
+// Returns the bytes of slots that are still to be given up, or 0 if the limit is in effect; another call with the same
+// limit returns the current number. Returns -1, writes one sentence to err and changes nothing in three cases: `bytes`
+// is less than one slot of each group, which is the minimum for a step; the slots are on a device; or a step of a model
+// or a warm start is running. May be called from any thread between the steps of a model, and from the step callback.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
-// How many matrices are being loaded, transitions included; from any thread. A caller that waits for a limit between steps
-// reads this before each call of moe_edge_store_limit: if it was 0 and bytes are still to come, they never will.
+// Returns the number of matrices that are being loaded, including transitions. May be called from any thread. A caller
+// that waits between steps until a limit is in effect calls this function before each moe_edge_store_limit: if it
+// returned 0 and the limit still reports bytes, those bytes will not be released without another step.
 MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
 
-// How many tokens of the running batch of a model are computed, or of the last one between two: those of complete
-// micro-batches, and of the running one a share by its MoE layers. From any thread, without a lock.
+// Returns how many tokens of the running batch of a model are computed, or of the last batch if none is running. The
+// running micro-batch counts in proportion to its completed MoE layers. May be called from any thread; takes no lock.
 MOE_EDGE_API double moe_edge_tokens_done(const struct moe_edge_store * store);
 
-// ggml_backend_buffer_type_t for the expert tensors: placeholders without memory.
+// Returns the ggml_backend_buffer_type_t of expert tensors: placeholders without memory.
 MOE_EDGE_API void * moe_edge_buffer_type(void);
 
-// Why a load of a model with managed tensors failed in this thread, or its first context: no store
-// waited for it, its tensors do not match the store's, or its graph reads them in another way than a
-// store serves them. A model that is loaded without memory (no_alloc) takes no store, and its context
-// fails for the latter alike. NULL where nothing failed for that, or the sentence was asked for
-// already; it is valid until the next load.
+// Returns why loading a model with managed tensors, or creating its first context, failed in this thread: no store
+// waited for the model, its tensors do not match the store's, or its graph reads them in a way that a store does not
+// support. A model that was loaded with no_alloc takes no store; its context can fail only for the last reason. Returns
+// NULL if there was no such failure or the sentence was already returned. The string is valid until the next call in
+// this thread.
 MOE_EDGE_API const char * moe_edge_load_error(void);
 
-// What a context and its model take without the store's slots, in bytes: [host, other memories].
+// Memory that a context and its model take, without the slots of the store, in bytes: [host, other memories].
 struct moe_edge_memory {
     uint64_t weights[2];
     uint64_t cache[2];
     uint64_t scratch[2];
 };
 
-// context: struct llama_context *.
+// Writes the memory of a context to out. context is a struct llama_context *.
 MOE_EDGE_API void moe_edge_get_memory(void * context, struct moe_edge_memory * out);
 
-// Of all contexts of this process, in the host's memory: what their caches, the scratch that graphs
-// compute in, and the work buffers of ggml's CPU backend may take, and what of that is in memory
-// now, in bytes: [reserved, resident]. A recurrent memory is not among them, nor is what a GPU's
-// library pins. The kernel is asked page by page: 0.3 ms for each GiB that is reserved, and 0.7 more
-// for each that is resident.
+// Host memory of all contexts of this process, in bytes: [reserved, resident]. It covers the KV caches, the scratch
+// buffers of graphs and the work buffers of ggml's CPU backend, but not recurrent memories or memory that a GPU library
+// pinned. The kernel reports residency page by page, which takes 0.3 ms per reserved GiB and another 0.7 ms per resident GiB.
 struct moe_edge_touched {
     uint64_t cache[2];
     uint64_t scratch[2];
     uint64_t work[2];
-    uint64_t used;       // bytes of the caches' cells that hold a token
-    uint64_t cells_end;  // behind the last of these cells, in the cache where it lies furthest
+    uint64_t used;       // bytes of the KV cells that hold a token
+    uint64_t cells_end;  // index after the last used KV cell; the maximum over all caches
 };
 
+// Writes the current numbers to out. May be called from any thread.
 MOE_EDGE_API void moe_edge_get_touched(struct moe_edge_touched * out);
 
-// From the next step on a context of the CPU (struct llama_context *) decodes with `most` threads at most: with as many
-// as find a core beside whatever else runs. Steps of more than a few tokens take all of them. 0 ends that; it is called
-// so before the context is freed.
+// Makes a context on the CPU (struct llama_context *) adapt its number of threads to the load, starting with the next
+// step: decoding uses as many threads as find a free core, at most `most`. Steps with more than a few tokens use all of
+// them. 0 turns this off, and must be set before the context is freed.
 MOE_EDGE_API void moe_edge_adapt_threads(void * context, int32_t most);
 
-// Binds one tensor to the store, without a llama_model: tensor is a struct ggml_tensor * in
-// moe_edge_buffer_type(), an operand of ggml_mul_mat_id. It must not outlive the store.
+// Binds one tensor to the store without a llama_model. tensor is a struct ggml_tensor * in moe_edge_buffer_type(), an
+// operand of ggml_mul_mat_id, and must not outlive the store. Returns 0, or -1 with one sentence in err.
 MOE_EDGE_API int moe_edge_store_bind(struct moe_edge_store * store, int32_t layer, int32_t kind,
         void * tensor, char * err, size_t err_size);
 
-// Event and decision live as long as the store.
+// Return the event and the decision of the store. Both stay valid as long as the store exists.
 MOE_EDGE_API const struct moe_edge_event * moe_edge_store_event(struct moe_edge_store * store);
 MOE_EDGE_API struct moe_edge_decision *    moe_edge_store_decision(struct moe_edge_store * store);
 
-// phases: bit mask of 1 << moe_edge_phase, the steps in which cb is called. In the others, and
-// where cb is NULL, every routed expert is asked for in tier default_tier, without a callback; one
-// that is resident in a better tier counts as asked for in that one.
+// Sets the route callback. phases is a bit mask of 1 << moe_edge_phase: the steps in which cb is called. In other
+// steps, or if cb is NULL, every routed expert is requested in default_tier without a callback; an expert that is
+// resident in a better tier is requested in that one.
 MOE_EDGE_API void moe_edge_set_callback(
         struct moe_edge_store * store, moe_edge_route_cb cb, void * user, int32_t default_tier, uint32_t phases);
 
-// cb is called by the thread that decodes, at the end of each step that was computed without an
-// error, but not for a warm-up; NULL: none. With one, a step ends when the device has computed it.
+// Sets the step callback, or removes it with NULL. It is called on the thread that decodes, at the end of each step
+// that was computed without an error, except for warm-up steps. If a callback is set, a step ends only after the device
+// has finished computing it.
 MOE_EDGE_API void moe_edge_set_step_callback(struct moe_edge_store * store, moe_edge_step_cb cb, void * user);
 
-// What a batch of a model takes beside the slots, before it takes it.
+// The memory, in addition to the slots, that a batch of a model is about to take.
 struct moe_edge_room {
-    struct moe_edge_touched touched;  // now: of all caches, and of this context's scratch and work buffer
-    uint64_t n_bytes;      // of a state that is brought back into the cache
-    int32_t  n_tokens;     // of the batch; 0 before a state
-    int32_t  at_once;      // in: the most tokens of a micro-batch; out: those of this batch's
-    int32_t  drop_scratch; // out: 1 gives back what scratch and work buffer still hold
+    struct moe_edge_touched touched;  // current use: of all KV caches, and of this context's scratch and work buffers
+    uint64_t n_bytes;      // size of a state that is about to be restored into the KV cache
+    int32_t  n_tokens;     // tokens of the batch; 0 if a state is restored
+    int32_t  at_once;      // in: largest micro-batch of the context; out: largest micro-batch of this batch
+    int32_t  drop_scratch; // out: 1 frees the memory that scratch and work buffers still hold
     int32_t  reserved;
 };
 
-// cb is called on the CPU by the thread that decodes, before a batch is computed and before a state is brought back, in
-// which slots may give way (moe_edge_store_limit); NULL: none. What it gives is good for 256 tokens more in steps of
-// no more tokens, for which it is not asked. Where it does not return 0 the batch fails, and nothing was computed.
+// Sets a callback that makes memory available, or removes it with NULL. On the CPU, the thread that decodes calls it
+// before a batch is computed and before a state is restored. The callback may give up slots with moe_edge_store_limit.
+// Its answer covers the next 256 tokens: until then it is not called again, unless a larger batch arrives. If it does
+// not return 0, the batch fails without computing anything.
 typedef int (*moe_edge_room_cb)(struct moe_edge_room * room, void * user);
 MOE_EDGE_API void moe_edge_set_room_callback(struct moe_edge_store * store, moe_edge_room_cb cb, void * user);
 
-// Sets the phase of every token from the next step on: enum moe_edge_phase. With -1, the default, the store infers the
-// phase from the batch: a token belongs to a prompt if its sequence has several tokens in the batch that llama_decode got,
-// or if the token has no output. This takes the last token of a prompt for a token of an answer if the batch has no other
-// token of that prompt.
+// Sets the phase of every token, starting with the next step: enum moe_edge_phase. With -1, the default, the store
+// infers the phase from the batch: a token belongs to a prompt if its sequence has several tokens in the batch passed
+// to llama_decode, or if the token has no output. The last token of a prompt is therefore taken for a decoded token if
+// it is the only token of that prompt in the batch.
 MOE_EDGE_API void moe_edge_set_phase(struct moe_edge_store * store, int32_t phase);
 
-// Sets the phase of every token from the next step on, by its sequence: a token belongs to a prompt if one of its sequences
-// is among these n. Replaces what moe_edge_set_phase set, and the other way round. context: struct llama_context *. Does
-// nothing if the context's model has no store.
+// Sets the phase of every token by its sequence, starting with the next step: a token belongs to a prompt if one of its
+// sequences is among these n. Replaces the setting of moe_edge_set_phase, and vice versa. context is a struct
+// llama_context *. Does nothing if the context's model has no store.
 MOE_EDGE_API void moe_edge_set_prompts(void * context, const int32_t * sequences, int32_t n);
 
-// This sequence, or all of them for -1, was dropped: its cells were removed from the context's memory. The next step that
-// is reported to the step callback reports this as well, if an earlier report was of a step with tokens of the sequence.
+// Notifies the store that a sequence (or with -1, all sequences) was removed from the context's memory. The next step
+// report lists the sequence if an earlier reported step had tokens of it.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
-// A step of a store without a model begins: what the context does before each micro-batch.
+// Begins a step of a store without a model. With a model, the context does this before each micro-batch.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
-// NULL, or one sentence about why the last step failed, until the next one begins; the step's
-// output is void then, as it is after a cancel.
+// Returns one sentence about why the last step failed, or NULL if it did not fail. The string is valid until the next
+// step begins. The output of a failed or cancelled step is undefined.
 MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 
-// Stops the running step, and each that begins until it is called with 0.
+// With on = 1, stops the running step and every step that begins until the function is called with 0. May be called
+// from any thread and from a signal handler.
 MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
+// Writes the statistics since creation, or since the last moe_edge_reset_stats, to out.
 MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_edge_stats * out);
+// Sets all counters to 0. Sizes and settings keep their values, and slot_bytes_peak becomes slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// out [n_layers, n_expert]: the tier that every matrix is resident in, or a better one; the
-// worst of its matrices' tiers, that is. MOE_EDGE_ABSENT if one of them is not in memory.
+// Writes to out [n_layers, n_expert] the worst tier in which one of the expert's matrices is resident, so that all of
+// them are resident in that tier or a better one. MOE_EDGE_ABSENT if one matrix is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
-// Loads (layer, expert, all kinds) in a tier before the first token, as far as free
-// slots go; blocks until read. Returns how many experts were loaded, or -1 on error.
+// Loads all matrices of the listed experts into free slots before the first token, and blocks until they are read. An
+// expert without a free slot is left out. progress, if not NULL, is called on this thread with the number of matrices
+// that are read and their total. Must not run during a step. Returns the number of loaded experts, or -1 if an index is
+// out of range, a read failed, or the store was cancelled.
 MOE_EDGE_API int32_t moe_edge_warm(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n,
         void (*progress)(int32_t done, int32_t total, void * user), void * user);
 
-// Verifies every invariant of the store; 0, or an error sentence in err. For tests.
+// Verifies all invariants of the store. Returns 0, or -1 with one sentence in err. For tests.
 MOE_EDGE_API int moe_edge_check(struct moe_edge_store * store, char * err, size_t err_size);
 
-// Reads ahead without a route event, most urgent first, as far as slots go.
+// Prefetches the listed experts without a route event, most urgent first. Items that get no slot are dropped.
 MOE_EDGE_API void moe_edge_prefetch(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Transitions of resident experts to another tier, better or worse, in the background: after
-// all other reads, one part at a time, within the rate below. Nothing is evicted for them, and
-// no op waits for them. A transition is admitted where every pool has a free slot for its
-// matrices now; the expert keeps its old version until a step boundary finds the new one
-// complete, all matrices at once, and is not evicted meanwhile. A read that fails leaves the old
-// version, and counts; so does a token that could not go on without a slot that a transition holds. kinds and passing are ignored. Returns how many were admitted, -1 for
-// an index that the model does not have.
+// Starts transitions of resident experts to another tier, better or worse. They are read in the background after all
+// other reads, one part at a time, within the rate set below. They evict nothing, and no op waits for them. A
+// transition is admitted only if there is a free slot for each matrix of the expert now. The expert keeps its old tier,
+// and is not evicted, until a step boundary at which the new tier of all matrices is complete. If a read fails, or a
+// token cannot proceed without a slot that the transition holds, the expert keeps its old tier and transitions_failed
+// increases. The fields kinds and passing are ignored. Returns the number of admitted transitions, or -1 if an index is
+// out of range.
 MOE_EDGE_API int32_t moe_edge_transition(
         struct moe_edge_store * store, const struct moe_edge_prefetch_item * list, int32_t n);
 
-// Bytes per second that transitions may read, or copy to a device from its host memory, in bursts of
-// one part; 0, the start: no limit.
+// Limits the rate of transitions to this many bytes per second, read from disk or copied to a device from the host
+// tier. A burst is at most one part of a slice. 0, the default, means no limit.
 MOE_EDGE_API void moe_edge_set_transition_rate(struct moe_edge_store * store, uint64_t bytes_per_s);
 
-// Both [n_layers, n_expert]. resident: as moe_edge_get_resident. target: the tier that a transition
-// brings, until the step boundary that ends it; that of resident where none is under way.
+// Writes two arrays of [n_layers, n_expert]. resident is as in moe_edge_get_resident. target is the tier to which a
+// transition is moving the expert, until the step boundary that ends it; otherwise it equals resident.
 MOE_EDGE_API void moe_edge_get_states(struct moe_edge_store * store, uint8_t * resident, uint8_t * target);
 
-// out [n_layers, n_expert]: 1 where a transition is complete, so that the next step boundary
-// publishes it. For tests.
+// Writes to out [n_layers, n_expert] 1 for each expert whose transition is complete and will be published at the next
+// step boundary, and 0 for the others. For tests.
 MOE_EDGE_API void moe_edge_get_landed(struct moe_edge_store * store, uint8_t * out);
 
-// out [n_layers, n_expert]: how many tokens each expert was chosen for since the last call, as
-// far as the hook saw them: no warm-up, and in the last layer only tokens with an output.
+// Writes to out [n_layers, n_expert] the number of tokens for which each expert was selected since the last call, and
+// resets the counts. Warm-up steps are not counted. In the last layer, only tokens with an output are counted.
 MOE_EDGE_API void moe_edge_take_counts(struct moe_edge_store * store, uint32_t * out);
 
-// The store without a model: what the hook (apply) and the executor (use) do for one
-// layer. For tests and other front ends. ids: distinct experts; tiers: one per id,
-// NULL for the default tier; passing: 0 or 1 per id, NULL for none. After apply, every kind of the layer must be used once.
-// Several threads may do this at once, each on its own layer. visit gets memory of the device
-// where the store is on one, once its bytes are there.
+// Use a store without a model: moe_edge_apply does what the route hook does for one layer, and moe_edge_use what the
+// executor does. For tests and other front ends. ids are distinct experts. tiers has one entry per id; NULL means the
+// default tier. passing has 0 or 1 per id; NULL means all 0. After moe_edge_apply, every kind of the layer must be used
+// once. Several threads may do this at the same time, each for its own layer. visit is called for each expert after its
+// bytes are complete; data points to device memory if the store is on a device, and is NULL for a skipped expert. Both
+// return 0, or -1 if the step failed or was cancelled.
 MOE_EDGE_API int moe_edge_apply(struct moe_edge_store * store, int32_t layer,
         const int32_t * ids, const uint8_t * tiers, const uint8_t * passing, int32_t n_ids);
 MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
@@ -519,23 +540,24 @@ MOE_EDGE_API int moe_edge_use(struct moe_edge_store * store, int32_t layer, int3
         void (*visit)(int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user),
         void * user);
 
-// A store with MOE_EDGE_SIMULATED, driven by one thread that plays the graph: for each step
-// moe_edge_begin_step, then for each layer moe_edge_sim_route and moe_edge_sim_use of every
-// kind. Its clock starts at 0 and moves in moe_edge_sim_advance, and wherever a caller waits
-// for a read. How long reads take: patches/native/moe-edge-transport.h.
+// The following functions drive a store with MOE_EDGE_SIMULATED. One thread takes the role of the graph: for each step
+// it calls moe_edge_begin_step, then for each layer moe_edge_sim_route, and moe_edge_sim_use for every kind. The
+// virtual clock starts at 0. It advances in moe_edge_sim_advance, and whenever a caller waits for a read.
+// moe-edge-transport.h describes how long reads take.
 
-// bytes_per_s 0, which is how a store starts: bytes take no time.
+// Sets the speed of simulated reads. With bytes_per_s = 0, the default, transferring bytes takes no time.
 MOE_EDGE_API void moe_edge_sim_speed(struct moe_edge_store * store, uint64_t bytes_per_s, uint64_t latency_us);
 
-// Lets ns nanoseconds pass, in which something is computed; returns the time, in nanoseconds.
+// Advances the virtual clock by ns nanoseconds of computing. Returns the new time in nanoseconds, or 0 if the store is
+// not simulated.
 MOE_EDGE_API uint64_t moe_edge_sim_advance(struct moe_edge_store * store, uint64_t ns);
 
-// The route event of a layer. The caller has filled the event's arrays, up to n_tokens and
-// n_ahead, importance where has_importance. 0, or -1 when the step failed.
+// Processes the route event of a layer. Before the call, the caller fills the arrays of the event for n_tokens tokens
+// and n_ahead look-ahead layers, and importance if has_importance is set. Returns 0, or -1 if the step failed.
 MOE_EDGE_API int moe_edge_sim_route(struct moe_edge_store * store, int32_t layer, int32_t n_tokens, int32_t n_ahead,
         int32_t has_importance);
 
-// moe_edge_use, where computing one expert takes ns nanoseconds, and a skipped one none.
+// Calls moe_edge_use with virtual compute time: each expert takes ns nanoseconds, a skipped expert takes no time.
 MOE_EDGE_API int moe_edge_sim_use(struct moe_edge_store * store, int32_t layer, int32_t kind,
         const int32_t * ids, int32_t n_ids, uint64_t ns);
 

@@ -8,7 +8,7 @@
 
 namespace {
 
-// Marks one of OpenAI's responses, and the last item of its output, as cut by the limit.
+// Marks a response of OpenAI's Responses API, and the last item of its output, as cut off by the limit.
 void mark_incomplete(json & response) {
     response["status"] = "incomplete";
     response["incomplete_details"] = { { "reason", "max_output_tokens" } };
@@ -21,7 +21,7 @@ void mark_incomplete(json & response) {
     }
 }
 
-// The same in the events at the end of a stream.
+// Marks the events at the end of a Responses stream as cut off by the limit.
 void mark_events_incomplete(json & events) {
     for (auto & event : events) {
         json & data = event.at("data");
@@ -42,7 +42,7 @@ void mark_events_incomplete(json & events) {
 
 }  // namespace
 
-// A stream sends whole characters only, so that a whole answer leaves out the part of one at its end, too.
+// Removes an incomplete character at the end of an answer. A stream sends only complete characters, too.
 void moe_edge_answer::update(task_result_state & state) {
     content.resize(validate_utf8(content));
     moe_edge_answer_ended(id_slot, stop, truncated);

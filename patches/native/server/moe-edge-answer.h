@@ -1,4 +1,5 @@
-// Included before everything else in upstream's server-context.cpp: the end of each answer is of our class.
+// Included before all other headers in upstream's server-context.cpp. Replaces the class of the final result of an
+// answer.
 
 #pragma once
 

@@ -1,12 +1,11 @@
-// Anthropic's requests with the fields that llama.cpp's other forms have.
+// Anthropic requests with fields that llama.cpp's other APIs have.
 
 #include "server-chat.h"
 
-// Upstream's: CMakeLists.txt gives it this name. It takes from a request what Anthropic's interface has, and
-// drops all else.
+// Upstream's function, which CMakeLists.txt renames. It keeps only the fields of Anthropic's API.
 json moe_edge_upstream_anthropic(const json & body);
 
-// Upstream's server calls this.
+// Called by upstream's server.
 json server_chat_convert_anthropic_to_oai(const json & body) {
     json made = moe_edge_upstream_anthropic(body);
     for (const char * name : { "response_format", "seed", "min_p", "repeat_penalty", "presence_penalty",

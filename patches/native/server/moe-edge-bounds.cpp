@@ -7,14 +7,15 @@
 namespace {
 
 const int64_t MOST_STEPS = 4 << 20, MOST_TEMPLATE_STEPS = 8 << 20;
-// Text that a template makes, counting each copy, and its values that live at the same time (about 300 bytes each).
+// Bytes of text that a template may create, counting each copy, and its live values (about 300 bytes each).
 const int64_t MOST_BYTES = 16 << 20, MOST_VALUES = 256 << 10;
-// A template may make more of a longer conversation. Upstream's 70 templates take 1.2 million steps at most when a server
-// starts. For each byte of 400 messages they take 22 steps and 120 bytes at most; gemma-4, which is quadratic, 230 steps.
+// A template may do more for a longer conversation. Upstream's 70 templates take at most 1.2 million steps when a
+// server starts. For 400 messages they take at most 22 steps and 120 bytes per byte; gemma-4, which is quadratic, takes
+// 230 steps.
 const int64_t STEPS_PER_BYTE = 1024, BYTES_PER_BYTE = 256;
-// The smallest stack that a thread of any system has is 512 KiB.
+// The smallest stack of a thread on any system is 512 KiB.
 const uintptr_t MOST_STACK = 256 << 10;
-// Steps between two looks at the clock. A step of a template may copy a long text.
+// Steps between two checks of the clock. A step of a template may copy a long text.
 const int64_t LOOK = 4096, TEMPLATE_LOOK = 256;
 
 thread_local moe_edge_bounded * current[2] = {};

@@ -25,7 +25,7 @@ void moe_edge_change_rule(
 
 namespace {
 
-// The arguments of a tool, in the order of their schema.
+// The arguments of a tool, in the order of its schema.
 struct arguments {
     std::vector<std::string> names;
     std::vector<common_json> schemas;
@@ -53,7 +53,7 @@ arguments arguments_of(const common_json & schema) {
     return found;
 }
 
-// Returns the end of the element of a rule that begins at `at`: after a literal, a class, a group or one character.
+// Returns the end of the rule element that starts at `at`: a literal, a character class, a group or a single character.
 size_t end_of_element(const std::string & rule, size_t at) {
     const char open = rule[at++];
     if (open == '"' || open == '[') {
@@ -72,7 +72,7 @@ size_t end_of_element(const std::string & rule, size_t at) {
     return at;
 }
 
-// The alternatives in a group that begins at `at`, and where the group ends.
+// Returns the alternatives of the group that starts at `at`. end receives the end of the group.
 std::vector<std::string> alternatives(const std::string & rule, size_t at, size_t & end) {
     std::vector<std::string> found = { "" };
     end = end_of_element(rule, at);
@@ -98,8 +98,8 @@ std::string joined(const std::vector<std::string> & parts, const std::string & b
     return made;
 }
 
-// A rule for all required elements in their order, and any number of the others after them; at least one if none is
-// required. comma: stands between two elements.
+// Returns a rule for all required elements in their order, followed by any number of the others. If no element is
+// required, there is at least one. comma: separates two elements.
 std::string in_order(
         const std::vector<std::string> & elements, const std::vector<bool> & required, const std::string & comma) {
     std::vector<std::string> first, others;
@@ -115,8 +115,8 @@ std::string in_order(
     return head.empty() ? any + " " + more : head + " " + more;
 }
 
-// MiniCPM5 and LFM2 have a group with an alternative for each argument, which may be repeated: "((A | B) space)*", and
-// "((A | B) ("," space (A | B))*)".
+// MiniCPM5 and LFM2 have a group with one alternative per argument that may be repeated: "((A | B) space)*" and "((A |
+// B) ("," space (A | B))*)". Replaces it by a rule with the required arguments.
 std::string with_required(const std::string & rule, const arguments & wanted) {
     const bool is_minicpm = rule.find("<param name=") != std::string::npos;
     const std::string after = is_minicpm ? " space)*" : " (\",\" space ";
@@ -130,14 +130,14 @@ std::string with_required(const std::string & rule, const arguments & wanted) {
         }
         const size_t repeated = rule[outer_end] == '*' ? 1 : 0;
         if (!wanted.has_required()) {
-            break;  // the rule is right
+            break;  // the rule needs no change
         }
         return rule.substr(0, at) + in_order(found, wanted.required, comma) + rule.substr(outer_end + repeated);
     }
     return rule;
 }
 
-// The name that a grammar has for a rule: other characters than letters, digits and dashes are one dash.
+// Returns the grammar's name of a rule: each run of characters other than letters, digits and dashes becomes one dash.
 std::string rule_name(const std::string & text) {
     std::string made;
     bool was_plain = true;
@@ -151,7 +151,7 @@ std::string rule_name(const std::string & text) {
     return made;
 }
 
-// A value of gemma-4's form.
+// Returns the rule for a value in gemma-4's form.
 std::string gemma_value(const common_json & schema);
 
 std::string gemma_object(const common_json & schema) {
@@ -159,7 +159,7 @@ std::string gemma_object(const common_json & schema) {
     std::vector<std::string> members;
     for (size_t i = 0; i < wanted.names.size(); i++) {
         if (wanted.names[i].empty() || wanted.names[i].find_first_of(":}") != std::string::npos) {
-            return "gemma4-dict";  // such a name has no form
+            return "gemma4-dict";  // such a name cannot be written in this form
         }
         members.push_back(gbnf_format_literal(wanted.names[i] + ":") + " space " + gemma_value(wanted.schemas[i]));
     }
@@ -184,7 +184,7 @@ std::string gemma_value(const common_json & schema) {
     return type == "integer" || type == "number" ? "gemma4-number" : type == "boolean" ? "gemma4-bool" : "gemma4-value";
 }
 
-// A call whose parser expects its end directly after the arguments, although the grammar allows white space there.
+// Removes white space before the end of a call if the grammar allows it but the parser does not.
 void end_at_once(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {

@@ -1,4 +1,4 @@
-// The grammar of tool calls in forms whose grammars are looser than a tool's schema, or than their parser.
+// Stricter grammars for forms of tool calls whose upstream grammar allows more than the tool's schema or the parser.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 #include <functional>
 #include <string>
 
-// Replaces the right side of a rule of a grammar, each of which has a line of its own: "NAME ::= RULE".
+// Replaces the right side of a rule in a grammar. Each rule is one line of the form "NAME ::= RULE".
 void moe_edge_change_rule(
     std::string & grammar, const std::string & name, const std::function<std::string(std::string)> & change);
 
-// Makes calls have the arguments that a tool requires, under their names, in the forms of MiniCPM5, LFM2 and gemma-4; and
-// makes calls of the forms of GLM end where the parser reads their end.
+// For the forms of MiniCPM5, LFM2 and gemma-4, makes calls contain the required arguments under their names. For the
+// forms of GLM, makes calls end exactly at the end that the parser expects.
 void moe_edge_tighten_calls(common_chat_params & made, const common_chat_templates_inputs & inputs);

@@ -16,14 +16,14 @@ bool is_short_id(const std::string & id) {
     return id.size() == ID_SIZE && std::all_of(id.begin(), id.end(), [](unsigned char c) { return isalnum(c); });
 }
 
-// The id in nine letters or digits: itself, without a prefix of OpenAI's forms, or a hash of it.
+// Converts an id to nine letters or digits: removes one of OpenAI's prefixes, or else computes a hash.
 std::string short_id(const std::string & id) {
     for (const std::string prefix : { "", "call_", "fc_" }) {
         if (id.compare(0, prefix.size(), prefix) == 0 && is_short_id(id.substr(prefix.size()))) {
             return id.substr(prefix.size());
         }
     }
-    uint64_t hash = 14695981039346656037u;  // FNV-1a
+    uint64_t hash = 14695981039346656037u;  // the FNV-1a hash
     for (const unsigned char each : id) {
         hash = (hash ^ each) * 1099511628211u;
     }
@@ -39,8 +39,8 @@ std::string text_at(const json & object, const char * name) {
     return object.contains(name) && object.at(name).is_string() ? object.at(name).get<std::string>() : "";
 }
 
-// Gives calls and their results ids of nine characters. A call without an id gets one by its number, and a result
-// without an id that of the first call which has no result yet.
+// Gives calls and their results ids of nine characters. A call without an id gets one based on its number. A result
+// without an id gets the id of the first call that has no result yet.
 void shorten_ids(json & messages) {
     std::deque<std::string> unanswered;
     size_t n_calls = 0;
@@ -64,7 +64,7 @@ void shorten_ids(json & messages) {
     }
 }
 
-// Mistral's templates refuse, or were never trained with, other ids than those of nine characters.
+// Mistral's templates refuse ids that do not have nine characters, or were not trained with them.
 bool wants_short_ids(const common_chat_templates * templates) {
     return common_chat_templates_source(templates).find("[TOOL_CALLS]") != std::string::npos;
 }
@@ -78,7 +78,7 @@ bool has_text(const json & message) {
            message.at("content") != "";
 }
 
-// The results that belong to each call of a message: by their id, or by their order if an id is missing.
+// Returns the results of each call in a message, matched by id, or by order if an id is missing.
 std::vector<std::vector<size_t>> results_by_call(const json & message, const std::vector<json> & results) {
     std::unordered_map<std::string, std::vector<size_t>> by_id;
     for (size_t i = 0; i < results.size(); i++) {
@@ -90,14 +90,14 @@ std::vector<std::vector<size_t>> results_by_call(const json & message, const std
         if (i < results.size() && (id.empty() || text_at(results[i], "tool_call_id").empty())) {
             found[i] = { i };
         } else if (!id.empty()) {
-            found[i].swap(by_id[id]);  // each belongs to one call
+            found[i].swap(by_id[id]);  // each result belongs to one call only
         }
     }
     return found;
 }
 
-// Appends a message for each call of `message`, and after each its results. Calls without a result come first, so that
-// none is the end of the conversation, and results without a call come last.
+// Appends one message for each call of `message`, each followed by its results. Calls without a result come first, so
+// that none of them ends the conversation. Results without a call come last.
 void append_calls_apart(json & made, const json & message, const std::vector<json> & results) {
     const auto by_call = results_by_call(message, results);
     std::vector<bool> taken(results.size(), false);
@@ -115,7 +115,7 @@ void append_calls_apart(json & made, const json & message, const std::vector<jso
             }
             one["tool_calls"] = json::array({ message.at("tool_calls").at(i) });
             made.push_back(one);
-            one["content"] = "";  // text and reasoning come before the first call
+            one["content"] = "";  // text and reasoning stay with the first call only
             one.erase("reasoning_content");
             std::for_each(by_call[i].begin(), by_call[i].end(), take);
         }
@@ -125,8 +125,8 @@ void append_calls_apart(json & made, const json & message, const std::vector<jso
     }
 }
 
-// Some templates render one call of a message, or none, and no text beside a call. They get messages with one call
-// each, and text in a message of its own.
+// Splits messages for templates that render at most one call of a message, or drop text next to a call: one message per
+// call, and a separate message for the text.
 json with_calls_apart(const json & messages, const common_chat_templates * templates) {
     const bool one_call = !common_chat_templates_get_caps(templates)["supports_parallel_tool_calls"];
     const bool no_text  = moe_edge_wants_text_apart(templates);
@@ -163,8 +163,8 @@ bool needs_calls_apart(const json & messages) {
     return false;
 }
 
-// Joins the parts of a content that is text only, each in a line of its own. Many templates read parts in some roles only,
-// or the first part. For a template that reads nothing but parts, upstream makes one part of a text.
+// Joins the parts of a content that consists of text only, one per line. Many templates read parts only in some roles,
+// or only the first part. For a template that reads only parts, upstream converts the text back to one part.
 void join_text_parts(json & messages) {
     for (auto & message : messages) {
         if (!message.contains("content") || !message.at("content").is_array()) {
@@ -192,13 +192,13 @@ bool begins_with(const std::string & text, const std::string & part) {
     return text.compare(0, part.size(), part) == 0;
 }
 
-// What the parser reads from the generation prompt alone: the message that the answer continues.
+// Parses the generation prompt alone: the message that the answer continues.
 common_chat_msg begun(const common_chat_parser_params & parser) {
     return common_chat_parse("", true, parser);
 }
 
-// Whether the parser of a request reads its generation prompt as the text of the message that the answer continues, and
-// as nothing else.
+// Whether the parser of a request reads its generation prompt as exactly the text of the message that the answer
+// continues.
 bool reads(const common_chat_params & made, const common_chat_templates_inputs & inputs, const std::string & text) {
     common_chat_parser_params parser(made);
     parser.reasoning_format = inputs.reasoning_format;
@@ -211,7 +211,8 @@ bool reads(const common_chat_params & made, const common_chat_templates_inputs &
     }
 }
 
-// What a template has before the text of the last message; empty if it refuses the conversation or changes the text.
+// Returns what a template renders before the text of the last message. Empty if the template refuses the conversation
+// or changes the text.
 std::string before_last_text(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
     const std::string mark = "MOE-EDGE-CONTINUES-HERE";
     common_chat_msg & last = inputs.messages.back();
@@ -228,7 +229,7 @@ std::string before_last_text(const common_chat_templates * templates, common_cha
     }
 }
 
-// Whether a text begins reasoning and does not end it.
+// Whether a text starts reasoning without ending it.
 bool is_in_reasoning(const std::string & text, const common_chat_params & made) {
     const size_t at = made.thinking_start_tag.empty() ? std::string::npos : text.rfind(made.thinking_start_tag);
     const auto & ends = made.thinking_end_tags;
@@ -258,7 +259,7 @@ common_chat_params moe_edge_apply_continued(
         return made;
     }
     if (!reads(own, inputs, text)) {
-        own.generation_prompt = made.generation_prompt;  // the parser knows upstream's mark-up only
+        own.generation_prompt = made.generation_prompt;  // the parser may only know upstream's markup
     }
     return reads(own, inputs, text) ? own : made;
 }
@@ -289,7 +290,7 @@ common_chat_msg moe_edge_chat_parse(
     }
     const common_chat_msg before = begun(params);
     for (const auto part : { &common_chat_msg::content, &common_chat_msg::reasoning_content }) {
-        // A parser may leave out white space at the end of a text.
+        // A parser may drop white space at the end of a text.
         if (begins_with(found.*part, before.*part) || begins_with(before.*part, found.*part)) {
             (found.*part).erase(0, (before.*part).size());
         }

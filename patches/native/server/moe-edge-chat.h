@@ -1,4 +1,4 @@
-// Requests that go through a chat template, and answers to them: what upstream's server leaves open.
+// Requests that use a chat template, and their answers: features that upstream's server lacks.
 
 #pragma once
 
@@ -8,20 +8,21 @@
 #include <string>
 #include <vector>
 
-// Upstream's server calls these instead of oaicompat_chat_params_parse, common_chat_parse and gen_tool_call_id.
+// Upstream's server calls these functions instead of oaicompat_chat_params_parse, common_chat_parse and
+// gen_tool_call_id.
 
-// An assistant message at the end of a request is one that the answer continues. Ids of tool calls get the form that the
-// template demands.
+// Converts a chat request. If its last message is from the assistant, the answer continues that message. Ids of tool
+// calls are converted to the form that the template requires.
 json moe_edge_chat_params_parse(json & body, const server_chat_params & params, std::vector<raw_buffer> & files);
 
-// An answer that continues a message leaves out the text of that message, unless the request has `echo`.
+// Parses an answer. If it continues a message, the text of that message is left out, unless the request has `echo`.
 common_chat_msg moe_edge_chat_parse(
     const std::string & text, bool is_partial, const common_chat_parser_params & params);
 
-// Nine letters or digits: Mistral's templates demand that, and all others take it.
+// Returns a new id of nine letters or digits. Mistral's templates require this form, and all others accept it.
 std::string moe_edge_tool_call_id();
 
-// Apply templates to a request as common_chat_templates_apply does. If the answer continues a message, the mark-up before
-// its text is that which the template has for such a message. Upstream's may be for another model.
+// Applies templates to a request as common_chat_templates_apply does. If the answer continues a message, the template's
+// own markup before the text of such a message is used. Upstream's markup may belong to another model.
 common_chat_params moe_edge_apply_continued(
     const common_chat_templates * templates, const common_chat_templates_inputs & inputs);

@@ -1,6 +1,6 @@
-// Upstream's grammars with their steps counted, and a sampler of them. It recurses as deeply as a grammar is nested, a
-// rule of ten lines may take it longer than anybody lives, and the ways on that it keeps double with each token of
-// some. Where a grammar is wrong, it prints all of it and gives no reason.
+// Upstream's grammars with their steps counted, and a sampler for them. Upstream recurses as deeply as a grammar is
+// nested. A rule of ten lines can take it practically forever, and for some grammars its stacks double with each token.
+// If a grammar is invalid, upstream prints all of it and gives no reason.
 
 #include "moe-edge-grammar.h"
 #include "moe-edge-bounds.h"
@@ -34,10 +34,10 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// What upstream logs as an error is raised here. Where it reads a grammar, it catches each error, prints it with
-// fprintf and goes on. Here fprintf is `throw`, with what it would print left out, so that the error which it caught
-// goes on to us. Outside of a catch such a `throw` would end the process: those are in functions that print a grammar,
-// which nobody calls.
+// Errors that upstream logs are thrown here. When upstream reads a grammar, it catches each error, prints it with
+// fprintf and continues. Here fprintf is defined as `throw`, without the printing, so that the caught error reaches our
+// code. Outside of a catch block such a `throw` would abort the process; this concerns only functions that print a
+// grammar, which are not called.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
@@ -52,13 +52,14 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
 
 namespace {
 
-// Of elements that repetitions come to. Each may be a rule of its own, of some 250 bytes.
+// Number of elements after expanding repetitions. Each may become a separate rule of about 250 bytes.
 const uint64_t MOST_REPEATED = 1 << 16;
-// A maximum above this one is none for upstream.
+// Upstream treats a maximum above this number as unlimited.
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
-// Of one token, or of the reading of a grammar: the answers beside it wait meanwhile.
+// CPU time for one token, or for reading a grammar. Concurrent answers wait meanwhile.
 const int64_t MOST_NS = 500000000;
-// Of the first token of an answer, which is tried before the request is queued: each token costs the other answers so much.
+// CPU time for the first token of an answer, which is tried before the request is queued. Each token delays the other
+// answers by about this time.
 const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
@@ -77,10 +78,10 @@ uint64_t number_at(const char *& at) {
     return found;
 }
 
-// Upstream copies what is repeated as often as it may come, and counts to the end of all numbers where a repetition
-// may come less often than it must.
+// Checks repetitions before upstream expands them. Upstream copies a repeated element as often as it may occur. If the
+// maximum is below the minimum, it counts through all numbers.
 void check_repetitions(const char * text) {
-    uint64_t symbol = 1, all = 0;  // elements
+    uint64_t symbol = 1, all = 0;  // number of elements
     for (const char * at = text; *at; at++) {
         if (*at == '#') {
             at += strcspn(at, "\r\n");
@@ -120,7 +121,7 @@ void check_repetitions(const char * text) {
     }
 }
 
-// What went wrong, in one line. Upstream quotes the rest of the grammar.
+// Returns the reason in one line. Upstream quotes the rest of the grammar.
 std::string sentence(std::string reason) {
     const std::string ours = "the grammar ";
     reason = reason.substr(0, MOST_REASON);
@@ -149,7 +150,7 @@ struct freed {
 
 using grammar_ptr = std::unique_ptr<llama_grammar, freed>;
 
-// A copy of a grammar. Upstream's own compares each element of each stack with every element of every rule.
+// Copies a grammar. Upstream's own function compares each element of each stack with every element of every rule.
 grammar_ptr copy_of(const llama_grammar & from) {
     grammar_ptr made(new llama_grammar{
         from.vocab, from.rules, from.stacks, from.partial_utf8, from.lazy, from.awaiting_trigger, from.trigger_buffer,
@@ -167,7 +168,7 @@ grammar_ptr copy_of(const llama_grammar & from) {
     return made;
 }
 
-// A grammar as it was read, which its samplers copy: reading it may take half a second.
+// A grammar as it was read. Its samplers copy it, because reading may take half a second.
 struct origin {
     const llama_vocab *      vocab;
     std::string              text, root;
@@ -200,8 +201,8 @@ struct origin {
 
 using origin_ptr = std::shared_ptr<const origin>;
 
-// The grammars of all requests that are queued or answered. One that the thread of a request has read is not read again
-// by the thread that decodes.
+// The grammars of all queued and running requests. If the thread of a request has read a grammar, the decode thread
+// does not read it again.
 class known_grammars {
   public:
     origin_ptr find(const origin & asked) {
@@ -239,10 +240,10 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
-// The grammar of the sampler that was made last while `preparing`.
+// The grammar of the sampler that was created last while `preparing`.
 thread_local grammar * prepared = nullptr;
 
-// Looks at each token of the vocabulary, as the first token of an answer does.
+// Checks every token of the vocabulary, as the first token of an answer does.
 void try_first_token(const llama_grammar & grammar) {
     std::vector<llama_token_data> tokens(grammar.vocab->n_tokens());
     for (size_t i = 0; i < tokens.size(); i++) {
@@ -262,7 +263,7 @@ void accept(llama_sampler * sampler, llama_token token) {
         const auto & stacks = asked.now->stacks;
         const bool may_end = std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
         if (!may_end && !asked.now->awaiting_trigger && asked.from->vocab->is_eog(token)) {
-            throw std::invalid_argument("no token of the model goes on");  // upstream ends the process
+            throw std::invalid_argument("no token of the model goes on");  // upstream would abort the process
         }
         llama_grammar_accept_impl(*asked.now, token);
     });

@@ -1,4 +1,4 @@
-// Grammars of a client, bounded.
+// Grammars that clients send, with limits.
 
 #pragma once
 
@@ -14,8 +14,8 @@ struct common_params_sampling;
 
 extern "C" {
 
-// Upstream's sampling calls these in the place of llama.h's own. They throw std::invalid_argument for a grammar that is
-// none or takes too much, and so does what they make, for the one request whose it is.
+// Upstream's sampling calls these functions instead of those of llama.h. They, and the samplers that they create, throw
+// std::invalid_argument if the grammar is invalid or takes too much work. Only the request with this grammar fails.
 llama_sampler * moe_edge_sampler_init_grammar(const llama_vocab * vocab, const char * text, const char * root);
 llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
     const llama_vocab * vocab, const char * text, const char * root, const char ** patterns, size_t n_patterns,
@@ -23,15 +23,15 @@ llama_sampler * moe_edge_sampler_init_grammar_lazy_patterns(
 
 }
 
-// Whether the server ends whose thread this is.
+// Returns whether the server whose decode thread this is, is stopping.
 bool moe_edge_server_ends();
 
-// Return whether a grammar accepts a whole text. Throws std::invalid_argument for a grammar that cannot be read.
+// Returns whether a grammar accepts a whole text. Throws std::invalid_argument if the grammar is invalid.
 bool moe_edge_grammar_matches(const std::string & grammar, const std::string & text);
 
-// A turn at reading a schema or a grammar, which takes a core for up to half a second. One thread has it at a time, so that
-// requests whose schemas are refused leave the other cores to the answers. Throws std::invalid_argument if the request of
-// this thread is given up while it waits.
+// A lock for reading a schema or a grammar, which occupies a core for up to half a second. Only one thread may do this
+// at a time, so that requests with expensive schemas leave the other cores to the answers. Throws std::invalid_argument
+// if the request of this thread is given up while it waits.
 class moe_edge_grammar_turn {
   public:
     moe_edge_grammar_turn();
@@ -41,11 +41,12 @@ class moe_edge_grammar_turn {
     std::unique_lock<std::recursive_timed_mutex> lock;
 };
 
-// Holds a grammar that was read before its request was queued.
+// Keeps a grammar that was read before its request was queued.
 using moe_edge_prepared_grammar = std::shared_ptr<const void>;
 
-// Read the grammar of a task on the thread of its request, so that the thread which decodes only copies it, as long as
-// `made` lives. The work of a first token is tried, too. Throws std::invalid_argument for a grammar that cannot be read, takes too much work, or is given up.
+// Reads the grammar of a task on the thread of its request. While `made` exists, the decode thread only copies the
+// grammar. Also tries the work for a first token. Throws std::invalid_argument if the grammar is invalid, takes too
+// much work, or the request is given up.
 void moe_edge_prepare_grammar(
     const llama_model * model, common_params_sampling sampling, const std::function<bool()> & is_given_up,
     std::vector<moe_edge_prepared_grammar> & made);

@@ -1,14 +1,14 @@
 // The headers of upstream's template engine, with its work counted. CMakeLists.txt includes this file first in every
-// source, so that the inline functions of these headers are the same in all of the library.
+// source, so that the inline functions of these headers are identical in the whole library.
 //
-// Every value that a template makes comes from mk_val, and is replaced here: values are counted while they live, and
-// are freed one after the other instead of recursively. Loops, conditions and try blocks of runtime.h count a step.
+// Every value that a template creates comes from mk_val, which is replaced here: live values are counted, and they are
+// freed one at a time instead of recursively. Loops, conditions and try blocks in runtime.h count a step.
 
 #pragma once
 
 #include "moe-edge-bounds.h"
 
-// Standard headers come first: the macros below must not change them.
+// Standard headers come first, because the macros below must not change them.
 #include <algorithm>
 #include <cassert>
 #include <cmath>
@@ -27,7 +27,7 @@
 #include <unordered_map>
 #include <vector>
 
-// Functions that some sources do not use are static in these headers.
+// These headers contain static functions that some sources do not use.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 
@@ -35,13 +35,13 @@
 #include "common/jinja/value.h"
 #undef mk_val
 
-// Adds to a value that was made: counts it, and refuses a tuple that is nested too deeply.
+// Called for each new value: counts it, and refuses a tuple that is nested too deeply.
 void moe_edge_template_made(jinja::value_t & made);
 
-// Frees a value. Its parts are freed after it, not within it, so that a long chain of values needs no stack.
+// Frees a value. Its parts are freed after it instead of recursively, so that a long chain of values needs no stack.
 void moe_edge_template_free(jinja::value_t * value);
 
-// A built-in function whose work is counted by the sizes of its arguments.
+// Wraps a built-in function so that its work is counted by the sizes of its arguments.
 jinja::func_handler moe_edge_template_function(const std::string & name, const jinja::func_handler & function);
 
 namespace jinja {
@@ -58,7 +58,8 @@ std::shared_ptr<typename extract_pointee<T>::type> mk_val(Args &&... args) {
     return made;
 }
 
-// The one function that takes two whole numbers divides by the second, and the processor stops the process for some.
+// The only function that takes two integers (divisibleby) divides by the second one. Some divisors would crash the
+// process.
 template <> inline void func_args::ensure_vals<value_int, value_int>(bool, bool) const {
     ensure_count(2);
     ensure_val<value_int>(args[0]);

@@ -1,6 +1,6 @@
-// What llama.cpp's server refers to and this build leaves out: its downloads, and its multimodal
-// library. This server takes text. No projector is ever loaded, so that a message with an image is
-// refused, and the library's seventy sources are not compiled. Nothing is fetched from anywhere.
+// Stubs for parts that llama.cpp's server refers to and this build leaves out: downloads, and the multimodal library
+// with its seventy source files. This server takes only text: no projector is ever loaded, so a message with an image
+// is refused. Nothing is downloaded.
 
 #include "build-info.h"
 #include "download.h"
@@ -22,7 +22,7 @@ std::pair<long, std::vector<char>> common_remote_get_content(const std::string &
 }
 
 int          llama_build_number() { return 0; }
-const char * llama_build_info() { return "b0-moe-edge"; }  // clients know the form
+const char * llama_build_info() { return "b0-moe-edge"; }  // clients expect this form
 const char * llama_build_target() { return ""; }
 const char * llama_commit() { return ""; }
 const char * llama_compiler() { return ""; }
@@ -32,7 +32,7 @@ mtmd_context_params  mtmd_context_params_default() { return {}; }
 mtmd_helper_init_opt mtmd_helper_init_opt_default() { return {}; }
 void mtmd_helper_log_set(ggml_log_callback, void *) {}
 
-// Called with what was never made.
+// Called with objects that are never created.
 void mtmd_free(mtmd_context *) {}
 void mtmd_batch_free(mtmd_batch *) {}
 void mtmd_bitmap_free(mtmd_bitmap *) {}

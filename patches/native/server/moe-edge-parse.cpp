@@ -12,8 +12,8 @@ namespace {
 
 const char * const NOT_IN_FORM = "an answer was not in the form of the chat template: its text was sent as content";
 
-// The arguments of a tool call as JSON. Upstream copies the strings of other languages (Python's, for one) as they are,
-// with line feeds and other control characters.
+// Converts the arguments of a tool call to valid JSON. Upstream copies strings of other languages, such as Python,
+// unchanged, including line feeds and other control characters.
 std::string as_json(const std::string & arguments) {
     std::string made;
     bool in_string = false, is_escaped = false;
@@ -31,13 +31,14 @@ std::string as_json(const std::string & arguments) {
     return made;
 }
 
-// Where the part of a text begins that was not sent, if `part` of it was; `from` if it is not found.
+// Returns the end of `part` in a text, searching from `from`; `from` if it is not found.
 size_t after(const std::string & text, const std::string & part, size_t from) {
     const size_t at = text.find(part, from);
     return at == std::string::npos ? from : at + part.size();
 }
 
-// The message of a text that is in no form: the reasoning and the content that were sent, and the rest as content.
+// Returns the message for a text that has no valid form: the reasoning and the content that were sent, and the rest as
+// content.
 common_chat_msg as_text(const std::string & text, const common_chat_msg & sent) {
     common_chat_msg made;
     made.role = "assistant";
@@ -47,7 +48,8 @@ common_chat_msg as_text(const std::string & text, const common_chat_msg & sent) 
     return made;
 }
 
-// The end of a whole answer that the parser has left unread. Gemma's models write marks there that have no meaning.
+// Returns the end of a complete answer that the parser did not read. Gemma's models write marks without a meaning
+// there.
 std::string unread(const std::string & text, const common_chat_parser_params & params) {
     if (params.parser.empty() || params.format == COMMON_CHAT_FORMAT_PEG_GEMMA4) {
         return "";
@@ -68,7 +70,7 @@ common_chat_msg moe_edge_parse_answer(
         found = moe_edge_chat_parse(text, is_partial, params);
     } catch (const std::runtime_error &) {
         if (is_partial) {
-            return {};  // later parts may make sense of it, and the last one sends it in any case
+            return {};  // a later part may complete it, and the last part sends it in any case
         }
         moe_edge_note(NOT_IN_FORM);
         return as_text(text, sent);

@@ -13,13 +13,13 @@
 
 namespace {
 
-// A shorter prompt is read again sooner than it is copied.
+// reading a shorter prompt again is faster than copying it
 const size_t LEAST_TOKENS = 16;
 
-// Of a slot.
+// notes per slot
 const size_t MOST_NOTES = 8;
 
-// A position before all that a window shows.
+// a position before any window
 const llama_pos BEFORE_ALL = -2;
 
 size_t common_prefix(const llama_tokens & a, const llama_tokens & b) {
@@ -32,7 +32,7 @@ bool are_valid(const llama_vocab * vocab, const llama_tokens & tokens) {
     return std::all_of(tokens.begin(), tokens.end(), [n](llama_token token) { return token >= 0 && token < n; });
 }
 
-// Returns where the text ends that begins at `start`: at the next control token.
+// Returns the end of the text that starts at `start`: the next control token.
 size_t end_of_text(const llama_vocab * vocab, const llama_tokens & tokens, size_t start) {
     while (start < tokens.size() && !llama_vocab_is_control(vocab, tokens[start])) {
         start++;
@@ -48,7 +48,7 @@ std::string text_of(const llama_vocab * vocab, const llama_tokens & tokens, size
     return text;
 }
 
-// Sets `tokens` to ones that stand for exactly this text. Returns false if the tokenizer makes no such.
+// Tokenizes a text. Returns false if the tokens do not stand for exactly this text.
 bool tokens_of(const llama_vocab * vocab, const std::string & text, llama_tokens & tokens) {
     if (text.empty()) {
         tokens.clear();
@@ -65,9 +65,9 @@ bool cannot_be_cut(const llama_model * model) {
     return llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0;
 }
 
-// Returns how many of a prompt's tokens upstream would not read again: it goes back to a checkpoint if the memory begins
-// after what a window shows there, or cannot be cut at all. common: tokens that the prompt and `held` begin with. pos_min:
-// the first position in the memory.
+// Returns how many tokens of a prompt upstream would reuse. It returns to a checkpoint if the memory starts after the
+// first position that a window needs, or cannot be cut at all. common: length of the common prefix of the prompt and
+// `held`. pos_min: the first position in the memory.
 size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, llama_pos pos_min, int32_t n_window) {
     if (common == 0) {
         return 0;
@@ -85,7 +85,7 @@ size_t spared_of(const server_prompt & held, size_t common, size_t n_prompt, lla
             n = std::min(size_t(back), size_t(found->n_tokens));
         }
     }
-    return std::min(n, n_prompt - 1);  // the last token's logits are needed
+    return std::min(n, n_prompt - 1);  // the logits of the last token are needed
 }
 
 }  // namespace
@@ -109,7 +109,7 @@ llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & pr
         const std::string text = text_of(vocab, whole, done, end), held_text = text_of(vocab, held, at, held_end);
         llama_tokens rest;
         if (text != held_text) {
-            // The last token of an answer may not have been read, where what is held ends.
+            // At the end of the held tokens, the last token of an answer may be missing.
             const bool starts = held_end == held.size() && text.compare(0, held_text.size(), held_text) == 0;
             if (!starts || !tokens_of(vocab, text.substr(held_text.size()), rest)) {
                 break;
@@ -137,7 +137,7 @@ uint64_t moe_edge_prompts::keep(uint64_t n_bytes) {
     if (!copies) {
         return 0;
     }
-    copies->limit_size = std::max<uint64_t>(1, n_bytes);  // 0 would be no limit
+    copies->limit_size = std::max<uint64_t>(1, n_bytes);  // 0 would mean no limit
     copies->update();
     return copies->size();
 }
@@ -163,7 +163,7 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // Nothing says where a copy's memory begins; it has its last position.
+            // The first position of a copy is not recorded; it contains at least its last position.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);
@@ -174,7 +174,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
     return made;
 }
 
-// A prompt that has so many tokens in common with the slot is neither a further turn of it nor its last turn again.
+// Whether a prompt with this common prefix belongs to another conversation: it neither continues the slot's
+// conversation nor repeats its last turn.
 bool moe_edge_prompts::is_another(const moe_edge_slot & slot, size_t common) const {
     const slot_state & state = states[slot.number];
     const bool is_again = common + 1 >= state.prompt_end || (state.turn > 0 && state.turn <= common);
@@ -203,7 +204,7 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     const llama_tokens asked = task.tokens.get_tokens();
     const bool is_text = !task.tokens.has_mtmd && are_valid(vocab, asked);
     if (asked.empty() || asked.size() >= size_t(slot.n_ctx) || !is_text) {
-        return;  // upstream refuses it
+        return;  // upstream refuses such a request
     }
     if (!task.params.cache_prompt) {
         put_away(slot, 0);
@@ -226,7 +227,7 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
         state = {};
         state.notes = copy_notes;
         if (!bring(slot, copy, is_whole)) {
-            place(slot, task);  // the copy is gone
+            place(slot, task);  // the copy is lost, so choose again
             return;
         }
         if (!is_whole) {
@@ -258,7 +259,8 @@ void moe_edge_prompts::place(const moe_edge_slot & slot, server_task & task) {
     }
 }
 
-// Copies what a slot holds, unless it is in a file. taken_bytes: of a copy that is about to replace it, which counts.
+// Copies the contents of a slot, unless they are in a file. taken_bytes: size of the copy that is about to replace
+// them, which counts towards the limit.
 void moe_edge_prompts::put_away(const moe_edge_slot & slot, size_t taken_bytes) {
     const size_t limit = copies ? copies->limit_size : 0;
     if (limit <= taken_bytes || slot.prompt.tokens.size() < LEAST_TOKENS || states[slot.number].is_filed) {
@@ -301,7 +303,8 @@ void moe_edge_prompts::note(int32_t slot, size_t n_tokens) {
     }
 }
 
-// A slot goes on from its first n_tokens tokens. A prompt's end counts for its last token, which is read once more.
+// Recalls the note for the first n_tokens tokens of a slot. A note at the end of a prompt also applies without the last
+// token, which is computed again.
 void moe_edge_prompts::go_back(int32_t slot, size_t n_tokens) {
     auto & known = states[slot].notes;
     while (!known.empty() && known.back().n_tokens > n_tokens + 1) {
@@ -373,7 +376,8 @@ bool moe_edge_prompts::restore(
         for (size_t i = first; i < marks.size(); i++) {
             const moe_edge_server_mark & mark = marks[i];
             common_prompt_checkpoint made;
-            // Older files do not say what a mark covers. Upstream asks for two positions more than a window shows.
+            // Older files do not record the positions of a checkpoint. Upstream asks for two more positions than a
+            // window has.
             const llama_pos begin = n_window > 0 ? std::max(0, mark.n_tokens - n_window - 2) : mark.n_tokens - 1;
             made.update_pos(mark.n_tokens, mark.pos_max < 0 ? begin : mark.pos_min,
                             mark.pos_max < 0 ? mark.n_tokens - 1 : mark.pos_max);

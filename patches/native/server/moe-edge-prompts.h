@@ -1,5 +1,5 @@
-// The prompts that a server holds: those of its slots, and copies of earlier ones. All functions are called on the thread
-// that computes the server's steps, or after it has returned.
+// The prompts of a server: those in its slots, and copies of earlier ones. All functions must be called on the decode
+// thread, or after it has returned.
 
 #pragma once
 
@@ -18,51 +18,51 @@
 #include <string>
 #include <vector>
 
-// Returns `prompt` with the tokens of `held` wherever both stand for the same text. A model often answers in other tokens
-// than its tokenizer makes of the answer's text. Texts are compared between control tokens, which no token crosses. Returns
-// `prompt` as it is if one of the lists has a token that the vocabulary lacks.
+// Returns `prompt` with the tokens of `held` wherever both stand for the same text. A model often answers with other
+// tokens than its tokenizer produces for the text of the answer. Texts are compared between control tokens, because no
+// token crosses a control token. Returns `prompt` unchanged if one of the lists has a token that the vocabulary lacks.
 llama_tokens moe_edge_as_held(const llama_vocab * vocab, const llama_tokens & prompt, const llama_tokens & held);
 
-// What a request would make of a slot.
+// The effect that a request would have on a slot.
 struct moe_edge_match {
-    size_t spared;     // tokens of its prompt that are not read again
-    bool   is_another; // the slot would lose tokens that belong to another conversation
+    size_t spared;     // tokens of its prompt that are reused
+    bool   is_another; // the slot would lose tokens of another conversation
 };
 
 class moe_edge_prompts {
 public:
-    // most_checkpoints: that upstream keeps of a slot.
+    // most_checkpoints: number of checkpoints that upstream keeps for a slot.
     moe_edge_prompts(llama_context * context, int32_t n_slots, int32_t most_checkpoints);
 
-    const bool has_part;  // the memory cannot be cut anywhere
+    const bool has_part;  // the memory cannot be cut at any position
 
-    // copies: upstream's cache, nullptr if no copies are kept.
+    // copies: upstream's cache, or nullptr if no copies are kept.
     void set_copies(server_prompt_cache * copies) { this->copies = copies; }
 
     void set_notes(const moe_edge_server_notes & notes) { this->notes = notes; }
 
-    // Notes what somebody else knows of a slot that holds so many tokens.
+    // Saves the external state (moe_edge_server_notes) of a slot that holds n_tokens tokens.
     void note(int32_t slot, size_t n_tokens);
 
-    // Limits the copies to so many bytes and returns how many they take.
+    // Limits the copies to n_bytes and returns their size in bytes.
     uint64_t keep(uint64_t n_bytes);
 
-    // As moe_edge_server_place.
+    // See moe_edge_server_place.
     void place(const moe_edge_slot & slot, server_task & task);
 
     moe_edge_match match(const moe_edge_slot & slot, const llama_tokens & prompt) const;
 
-    // Returns whether the prompt that was placed last begins with everything that the slot held; true once.
+    // Returns whether the prompt that was placed last starts with everything in the slot. Returns true only once.
     bool take_continues(int32_t slot);
 
     void forget(const moe_edge_slot & slot);
 
-    // Writes a slot's tokens and state to a file, and the data of its checkpoints after that. Returns the bytes of the
-    // first part, 0 if that fails.
+    // Writes the tokens and the state of a slot to a file, followed by the data of its checkpoints. Returns the size of
+    // the first part in bytes, or 0 on failure.
     size_t save(const moe_edge_slot & slot, const char * path, std::vector<moe_edge_server_mark> & marks) const;
 
-    // Replaces what a slot holds by the content of a file. marks: the places of checkpoints in the file, the latest of which
-    // are read. Returns false if that fails; the slot is then empty.
+    // Replaces the contents of a slot with those of a file. marks: the checkpoints in the file, of which the latest are
+    // read. Returns false on failure; the slot is then empty.
     bool restore(const moe_edge_slot & slot, const char * path, const std::vector<moe_edge_server_mark> & marks);
 
 private:
@@ -75,23 +75,23 @@ private:
     };
 
     struct slot_state {
-        size_t prompt_end = 0;         // tokens of the last prompt
-        size_t turn       = 0;         // tokens before the last turn, 0 in the first one
-        bool   is_filed   = false;     // what it holds came from a file
+        size_t prompt_end = 0;         // number of tokens of the last prompt
+        size_t turn       = 0;         // number of tokens before the last turn; 0 in the first turn
+        bool   is_filed   = false;     // its contents came from a file
         bool   continues  = false;
-        std::vector<noted> notes = {};  // the shortest first
+        std::vector<noted> notes = {};  // ascending by length
     };
 
-    // A prompt compared with one that is held.
+    // The comparison of a prompt with the tokens of a slot or a copy.
     struct comparison {
-        llama_tokens prompt;  // as it is held
-        size_t       common;  // first tokens that are the same
+        llama_tokens prompt;  // rewritten with the held tokens
+        size_t       common;  // length of the common prefix
         size_t       spared;
     };
 
     struct choice {
         comparison    live, best;
-        copy_iterator copy;  // which has `best`; the end if that is the slot itself
+        copy_iterator copy;  // the copy that has `best`; the end iterator if it is the slot itself
     };
 
     comparison compare(const llama_tokens & prompt, const server_prompt & held, int32_t n_ctx, llama_pos pos_min) const;

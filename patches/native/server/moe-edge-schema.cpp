@@ -1,6 +1,6 @@
-// Upstream's JSON schemas and the grammars that it makes of them, with the steps counted: its work grows with the
-// third power of an object's optional properties, and with the power of nested lists of types; and references that
-// lead to themselves have no end in `allOf`. What it says of patterns of a client, it says to a log.
+// Upstream's JSON schemas and the grammars made of them, with the steps counted. The work grows with the third power of
+// the number of optional properties, and exponentially with nested lists of types. References that lead back to
+// themselves never end in `allOf`. Upstream's messages about patterns of a client are suppressed.
 
 #include "moe-edge-bounds.h"
 #include "moe-edge-grammar.h"
@@ -39,7 +39,7 @@ std::string moe_edge_upstream_schema_to_grammar(const common_chat_schema_documen
 #undef json_schema_to_grammar
 #undef build_grammar
 
-// One request at a time converts its schemas.
+// Schemas are converted for one request at a time.
 
 std::string json_schema_to_grammar(const common_json & schema, bool force_gbnf) {
     moe_edge_grammar_turn turn;

@@ -1,5 +1,5 @@
-// Included before all other headers of upstream's server-context.cpp. It connects our code to what no public header
-// offers: the cache of earlier prompts, the slots, and the steps that compute their tokens.
+// Included before all other headers in upstream's server-context.cpp. Connects our code to parts that no public header
+// exposes: the cache of earlier prompts, the slots, and the steps that compute their tokens.
 
 #pragma once
 
@@ -10,11 +10,12 @@
 #include <functional>
 #include <set>
 
-// Called once, on the thread that creates the server, with upstream's cache of earlier prompts.
+// Called once on the thread that creates the server, with upstream's cache of earlier prompts.
 void moe_edge_prompts_made(server_prompt_cache * prompts);
 
-// The copies of earlier prompts. Upstream exchanges a slot's prompt for a copy before it knows which tokens the request
-// stands for; we do that when the request gets its slot (moe_edge_server_place), so that upstream's own exchange does nothing.
+// The copies of earlier prompts. Upstream exchanges a slot's prompt for a copy before it knows the tokens of the
+// request. We do this when the request gets its slot (moe_edge_server_place), and make upstream's own exchange have no
+// effect.
 struct moe_edge_prompt_cache : server_prompt_cache {
     moe_edge_prompt_cache(int32_t most_mib, size_t most_tokens) : server_prompt_cache(most_mib, most_tokens) {
         moe_edge_prompts_made(this);
@@ -25,15 +26,16 @@ struct moe_edge_prompt_cache : server_prompt_cache {
 
 #define server_prompt_cache moe_edge_prompt_cache
 
-// A slot on which no request decodes. Its number is the name of its sequence.
+// A slot on which no request decodes. Its number is the id of its sequence.
 struct moe_edge_slot {
     int32_t         number;
-    int32_t         n_ctx;   // tokens that it may hold
-    server_prompt & prompt;  // what it holds
+    int32_t         n_ctx;   // maximum number of tokens
+    server_prompt & prompt;  // its contents
 };
 
-// Called when a request has got its slot, and before any of it is read. Makes the slot hold as much of the request's prompt
-// as it, or a copy, has, and writes the prompt in the tokens that are held where these stand for the same text.
+// Called when a request has received its slot, before any of its prompt is read. Fills the slot with as much of the
+// prompt as the slot itself or a copy contains. Rewrites the prompt with the tokens in the slot if they stand for the
+// same text.
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
 
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
@@ -43,14 +45,14 @@ template <typename Slot> llama_context * moe_edge_launched(llama_context * conte
     return context;
 }
 
-// Upstream's task that restores a slot from a file has a pointer to its slot. We never post that task.
+// Upstream's task that restores a slot from a file passes a pointer to the slot. We never post that task.
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot *, server_task &) {
     return context;
 }
 
 #define validate(context) validate(moe_edge_launched(context, slot, task))
 
-// Called in the place of the function that writes a slot to a file: does the work that was posted under the name `path`.
+// Called instead of the function that writes a slot to a file. Does the work that was posted under the name `path`.
 // Returns 0 if there is none.
 size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot);
 
@@ -62,12 +64,12 @@ void moe_edge_server_token(int32_t task);
 
 #define update_gen_last() update_gen_last(); moe_edge_server_token(slot.task->id)
 
-// Undoes a slot's part of the running step: the slot will add the same tokens to a later step. n_prompt: how many of
-// them belong to its prompt. Returns the slot's prompt, whose token list the caller still has to shorten.
+// Undoes a slot's part of the running step; the slot then adds the same tokens to a later step. n_prompt is the number
+// of these tokens that belong to its prompt. Returns the slot's prompt, whose token list the caller must shorten.
 using moe_edge_undo_slot = std::function<server_prompt & (int32_t slot, int32_t n_prompt)>;
 
-// Returns the slots whose tokens in a step belong to a prompt. batch: upstream's server_batch, of which the step computes
-// the tokens from `first` on that were rendered. A slot's number is the name of its sequence.
+// Returns the slots that have prompt tokens in a step. batch is upstream's server_batch; the step computes the tokens
+// of its view, which starts at `first`. The number of a slot is the id of its sequence.
 template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Batch & batch, int32_t first) {
     std::set<int32_t> out;
     for (int32_t i = first; i < first + batch.view.size(); i++) {
@@ -78,17 +80,17 @@ template <typename Batch> std::set<int32_t> moe_edge_slots_with_prompts(const Ba
     return out;
 }
 
-// Computes a step of the server's slots. prompts: the sequences whose tokens belong to a prompt. Returns llama_process's
-// status. Throws std::runtime_error if the step failed; each slot then holds exactly the tokens that are in the context's
-// memory.
+// Computes a step of the server's slots. prompts contains the sequences whose tokens belong to a prompt. Returns the
+// status of llama_process. Throws std::runtime_error if the step failed; each slot then holds exactly the tokens in the
+// context's memory.
 int32_t moe_edge_server_step(
     llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo);
 
-// Called before the first token of a slot's answer is computed, with the number of tokens before it.
+// Called before the first token of a slot's answer is computed. n_tokens is the number of tokens before it.
 void moe_edge_server_answer_begins(int32_t slot, size_t n_tokens);
 
-// Calls `mark` for each slot that has a token of an answer in a step.
+// Calls `mark` for each slot that has an answer token in a step.
 template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch & batch, int32_t first, const Mark & mark) {
     for (int32_t i = first; i < first + batch.view.size(); i++) {
         if (!batch.tokens[i].is_prompt) {
@@ -97,10 +99,10 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// The call is inside a method of the class that owns `slots` and `batch`, with `off`, the batch's first token in the step.
-// Upstream makes checkpoints in a prompt. One at its end is for templates that render an earlier answer without its
-// reasoning: the next prompt then leaves the sequence where the answer began. It is made if there is room for it beside
-// the ones of a turn.
+// The call to llama_process is in a method of the class that owns `slots` and `batch`; `off` is the first token of the
+// step. Upstream makes checkpoints within a prompt. We add one at the end of the prompt, for templates that render
+// earlier answers without their reasoning: the next prompt then differs from the sequence at the start of the answer.
+// The checkpoint is only made if there is space for it in addition to the checkpoints of a turn.
 #undef llama_process
 #define llama_process(context, kind, step)                                                              \
     (moe_edge_mark_answers(batch, off, [&](int32_t number) {                                            \

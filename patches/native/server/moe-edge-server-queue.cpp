@@ -1,12 +1,14 @@
-// Upstream's queue, with two things of ours. It looks once a second whether a client that waits has gone away;
-// here it looks twenty times as often, so that the work for one who left ends with the micro-batch. And it wakes a
-// thread at the begin and at the end of every step, and waits for it, so that figures can be asked for meanwhile;
-// here that is done for steps with prompts, which are long. Between two tokens it would cost both a thread's turn.
-// Besides, we are asked before the tasks of a request are queued, and what is queued can be done behind the loop's end.
+// Upstream's queue with four changes. First, upstream checks once per second whether a waiting client has disconnected;
+// here this happens twenty times as often, so that the work for such a client ends with the micro-batch. Second,
+// upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
+// requested meanwhile. Here that is done only for steps with prompts, which are long; between two tokens it would cost
+// too much. Third, our code is called before the tasks of a request are queued. Fourth, queued tasks can be processed
+// after the loop has ended.
 
 #include "moe-edge-server-queue.h"
 
-// Upstream's server calls the second one, a name that CMakeLists.txt gives to the first one there.
+// Declares two more methods in server_queue. Upstream's server calls the first one, because CMakeLists.txt defines
+// yield_to_queue as its name there.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
 #include "server-queue.h"
 #undef yield_to_queue

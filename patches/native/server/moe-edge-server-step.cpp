@@ -11,7 +11,7 @@ namespace {
 
 const int32_t INVALID = -1, SUCCESS = 0, NO_SPACE = 1, ABORTED = 2;
 
-// How long the decode thread sleeps if a step has nothing to compute, until upstream's queue learns of the cancel.
+// How long the decode thread sleeps if a step has nothing to compute, until upstream's queue processes the cancel.
 const useconds_t IDLE_US = 1000;
 
 // The tokens of one sequence in a batch.
@@ -52,9 +52,9 @@ bool can_drop_last_tokens(const llama_context * context) {
     return !llama_model_is_recurrent(model) && !llama_model_is_hybrid(model);
 }
 
-// Makes a slot's list of tokens equal to what the context's memory holds after a step of which the sequence's tokens
-// were not, or only in part, computed. llama_decode has removed the failed micro-batch. A recurrent memory cannot
-// remove it: there the slot returns to its last checkpoint.
+// Makes a slot's list of tokens equal to the context's memory after a step in which not all of the sequence's tokens
+// were computed. llama_decode has removed the failed micro-batch. A recurrent memory cannot remove tokens; the slot
+// then returns to its last checkpoint.
 void return_to_memory(llama_context * context, const member & m, server_prompt & prompt) {
     llama_memory_t memory = llama_get_memory(context);
     llama_pos last = llama_memory_seq_pos_max(memory, m.sequence);
@@ -142,7 +142,8 @@ int32_t moe_edge_compute_step(
     do {
         cancels.begin(batch, prompts, can_drop_last_tokens(context));
         for (const auto & m : is_again ? members_of(batch) : std::vector<member>()) {
-            llama_memory_seq_rm(llama_get_memory(context), m.sequence, m.first, -1);  // from micro-batches before the abort
+            // remove the tokens of micro-batches computed before the abort
+            llama_memory_seq_rm(llama_get_memory(context), m.sequence, m.first, -1);
         }
         status = SUCCESS;
         if (batch.tokens.empty()) {

@@ -1,5 +1,5 @@
-// One step of the server: it computes the tokens of several requests at once, and each request may be cancelled
-// while the step runs.
+// A step of the server. It computes the tokens of several requests at once, and each request may be cancelled
+// meanwhile.
 
 #pragma once
 
@@ -10,25 +10,27 @@
 #include <set>
 #include <vector>
 
-// Knows which sequences were cancelled, and ends the running step early if a cancelled sequence would keep it busy.
+// Keeps track of cancelled sequences, and ends the running step early if a cancelled sequence would prolong it.
 class moe_edge_cancels {
 public:
-    // Any thread: the request on these sequences is over.
+    // Marks the request on these sequences as cancelled. May be called from any thread.
     void cancel(const std::vector<int32_t> & sequences);
 
-    // Any thread, before a new request starts on these sequences, or on any sequence if there are none.
+    // Must be called before a new request starts on these sequences, or with an empty list, on any sequence. May be
+    // called from any thread.
     void forget(const std::vector<int32_t> & sequences);
 
-    // Any thread: true from the moment when the running step has to end until the next call of begin.
+    // Returns true from the moment when the running step must end until the next call of begin. May be called from any
+    // thread.
     bool ends_step() const { return ends; }
 
-    // Removes the tokens at the end of a batch that are not worth computing: everything from the first prompt of a
-    // cancelled sequence on, and all tokens if every sequence was cancelled. prompts: the sequences whose tokens belong
-    // to a prompt. can_redo: the memory can drop the last tokens of a sequence, so that an aborted step can be computed
-    // again for the other sequences.
+    // Removes tokens from the end of a batch that need not be computed: all tokens starting with the first prompt of a
+    // cancelled sequence, or all tokens if every sequence was cancelled. prompts: the sequences whose tokens belong to
+    // a prompt. can_redo: the memory can drop the last tokens of a sequence, so that an aborted step can be repeated
+    // for the other sequences.
     void begin(llama_batch_ext & batch, const std::set<int32_t> & prompts, bool can_redo);
 
-    // After a step. Returns true if it was aborted because of a cancelled sequence.
+    // Must be called after a step. Returns true if the step was aborted because of a cancelled sequence.
     bool end();
 
 private:
@@ -41,14 +43,15 @@ private:
 
     mutable std::mutex mutex;
     std::set<int32_t>  cancelled;
-    std::vector<part>  running;  // of the step that is being computed, in the order of the batch
+    std::vector<part>  running;  // parts of the running step, in the order of the batch
     bool               can_redo = false;
     std::atomic<bool>  ends { false };
 };
 
 // Computes a step. prompts: the sequences whose tokens belong to a prompt. compute: calls llama_process for a batch and
-// returns its status. Returns 0, or 1 if the KV cache has no space for the batch. Throws std::runtime_error if the step failed. A slot whose tokens were not computed, because
-// of a cancel or a failure, holds afterwards what the context's memory holds.
+// returns its status. Returns 0, or 1 if the KV cache has no space for the batch. Throws std::runtime_error if the step
+// failed. If the tokens of a slot were not computed, because of a cancel or a failure, the slot afterwards holds
+// exactly the tokens in the context's memory.
 int32_t moe_edge_compute_step(
     moe_edge_cancels & cancels, llama_context * context, llama_batch_ext & batch, const std::set<int32_t> & prompts,
     const moe_edge_undo_slot & undo, const std::function<int32_t(llama_batch_ext & batch)> & compute);

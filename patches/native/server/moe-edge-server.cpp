@@ -21,7 +21,7 @@
 #include "server-queue.h"
 #include "server-task.h"
 
-// moe-edge-parse.h replaces these names in upstream's code.
+// Undo the macros with which moe-edge-parse.h replaces these names in upstream's code.
 #undef common_chat_parse
 #undef compute_diffs
 
@@ -44,15 +44,14 @@
 
 namespace {
 
-// What upstream's code gets where it would load a model and make a context. Set on the thread that
-// creates a server.
+// The model and the context that upstream's code receives when it loads them. Set on the thread that creates a server.
 thread_local llama_model *   given_model   = nullptr;
 thread_local llama_context * given_context = nullptr;
 
-// And what it made there for copies of prompts; nullptr where it keeps none.
+// Upstream's cache of copies of prompts, or nullptr if it keeps none.
 thread_local server_prompt_cache * made_prompts = nullptr;
 
-// The request that this thread runs.
+// The request that this thread is submitting.
 thread_local moe_edge_request * beginning = nullptr;
 
 // The request that this thread answers, from its first step to the end of a stream.
@@ -63,13 +62,13 @@ thread_local moe_edge_server * running = nullptr;
 
 const int32_t FAILED = -2;
 
-// A position before all that any window shows. Upstream ends the process at -1.
+// A position before any window. Upstream aborts the process at -1.
 const llama_pos BEFORE_ALL = -2;
 
-// Added to the way in which an answer ended: the context was full.
+// Added to an answer's stop type if the context was full.
 const int ENDS_AT_CONTEXT = 256;
 
-// Of a request that ends before its end.
+// Return values of moe_edge_request_run for a request that ended early.
 const int NO_MEMORY = -1, TOO_FAR_AHEAD = -2;
 
 struct route {
@@ -106,7 +105,7 @@ const route * find_route(const char * path) {
 
 common_params params_of(const moe_edge_server_config & config) {
     common_params params;
-    params.model.path = config.model_name;  // a name only: the model is loaded
+    params.model.path = config.model_name;  // only a name: the model is already loaded
     params.model_alias = { config.model_name };
     params.chat_template = config.chat_template ? config.chat_template : "";
     params.n_parallel = config.n_parallel;
@@ -119,7 +118,7 @@ common_params params_of(const moe_edge_server_config & config) {
     params.cache_ram_mib = config.cache_mib;
     params.cache_idle_slots = false;
     params.n_ctx_checkpoints = config.n_checkpoints;
-    params.sse_ping_interval = 0;  // the caller knows of silences before the first part, too
+    params.sse_ping_interval = 0;  // the caller detects silence itself, including silence before the first part
     params.endpoint_slots = params.endpoint_props = false;
     params.endpoint_metrics = true;
     params.ui = false;
@@ -131,7 +130,7 @@ common_params params_of(const moe_edge_server_config & config) {
     return params;
 }
 
-// Returns the sequences that have tokens in a batch and are among `prompts`.
+// Returns the sequences in `prompts` that have tokens in a batch.
 std::vector<int32_t> prompts_in(const llama_batch_ext & batch, const std::set<int32_t> & prompts) {
     std::set<int32_t> found;
     for (const auto & token : batch.tokens) {
@@ -149,15 +148,15 @@ struct moe_edge_server {
     server_routes    routes;
     llama_context *  llama;
     const size_t     most_ahead;
-    moe_edge_prompts prompts;  // of the thread that is in run
+    moe_edge_prompts prompts;  // used on the decode thread only
     std::atomic<bool> stopping{false}, has_ended{false};
     moe_edge_cancels cancels;
-    // How the last answer of each sequence ended: upstream's stop_type, and ENDS_AT_CONTEXT.
+    // How the last answer of each sequence ended: upstream's stop_type, plus ENDS_AT_CONTEXT.
     std::vector<std::atomic<int>> ends;
-    // Work for the thread that is in run, by the name that its task has. It is done while the mutex is locked.
+    // Work for the decode thread, by the name of its task. It runs with the mutex locked.
     std::mutex works_mutex;
     std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
-    // The requests whose first sequence decodes a task, by the task's number.
+    // Requests by the number of the task that their first sequence decodes.
     std::mutex tasks_mutex;
     std::map<int32_t, moe_edge_request *> tasks;
     moe_edge_server_before_step before_step = nullptr;
@@ -175,7 +174,7 @@ struct moe_edge_server {
         llama_set_abort_callback(llama, nullptr, nullptr);
     }
 
-    // The context asks this between two operations, and the store while it waits for a read.
+    // Called by the context between two ops, and by the store while it waits for a read.
     static bool should_abort(void * server) {
         const auto & self = *static_cast<const moe_edge_server *>(server);
         return self.stopping || self.cancels.ends_step();
@@ -189,19 +188,19 @@ struct moe_edge_request {
     std::atomic<bool>     cancelled{false};
     std::function<bool()> should_stop;
     server_http_req       asked;
-    server_http_res_ptr   answer;  // goes before `asked`, which it refers to
+    server_http_res_ptr   answer;  // declared after `asked`, to which it refers, so that it is destroyed first
     bool                  is_queued = false;  // upstream has accepted the request
-    std::string           note;               // for the log
-    std::vector<moe_edge_prepared_grammar> grammars;  // of its tasks, until they end
-    std::chrono::steady_clock::time_point  begun;     // when it began to run
+    std::string           note;               // sentence for the log
+    std::vector<moe_edge_prepared_grammar> grammars;  // grammars of its tasks, kept until they end
+    std::chrono::steady_clock::time_point  begun;     // when it started to run
     int32_t               task = -1;                  // the task of its first sequence
-    std::vector<int64_t>  token_times;                // of that, under the server's tasks_mutex
+    std::vector<int64_t>  token_times;                // token times of that task, guarded by the server's tasks_mutex
 
-    // Between the thread that answers and the one that takes.
+    // Shared by the thread that answers and the thread that takes the output.
     std::mutex  mutex;
-    int         status    = 0;      // 0: nothing is known yet
+    int         status    = 0;      // HTTP status; 0: not known yet
     bool        is_stream = false;
-    bool        awaited   = false;  // nothing was there at the last take
+    bool        awaited   = false;  // the last take returned nothing
     std::string come, taken;
 
     moe_edge_request(moe_edge_server * server, const route * which, std::string body, std::vector<int32_t> sequences)
@@ -219,9 +218,8 @@ struct moe_edge_request {
 
 namespace {
 
-// Runs upstream's handler: up to the first output of a stream, or up to the end of any other answer. An exception means
-// that upstream does not understand the request if it comes before the request is queued, and a fault of the server after
-// that.
+// Runs upstream's handler until the first output of a stream or the end of another answer. An exception before the
+// request is queued means that upstream does not accept the request; after that, it is a fault of the server.
 void begin(moe_edge_request & request) {
     std::string complaint = "the request was given up";
     moe_edge_bounded counted(MOE_EDGE_GRAMMAR, request.should_stop, 0);
@@ -230,7 +228,7 @@ void begin(moe_edge_request & request) {
     try {
         request.answer = (request.server->routes.*request.which->handler)(request.asked);
     } catch (const std::exception & failure) {
-        complaint = failure.what();  // what upstream makes of a request that it does not understand
+        complaint = failure.what();  // upstream's reason for not accepting the request
     } catch (const moe_edge_refused & refused) {
         complaint = refused.reason;
     }
@@ -243,14 +241,15 @@ void begin(moe_edge_request & request) {
     }
 }
 
-// Whoever found nothing to take is told that something has come. Returns whether more may come before that is taken.
+// Appends output, and notifies the reader if it found nothing at the last take. Returns false if more output than
+// most_ahead is waiting for the reader.
 bool add(moe_edge_request & request, const std::string & part, int ready) {
     std::lock_guard<std::mutex> lock(request.mutex);
     request.come += part;
     if (request.awaited && !part.empty() && ready >= 0) {
         request.awaited = false;
         const ssize_t written = write(ready, "", 1);
-        (void) written;  // a pipe that is full has told already
+        (void) written;  // if the pipe is full, the reader is already notified
     }
     return request.come.size() <= request.server->most_ahead;
 }
@@ -284,8 +283,8 @@ bool moe_edge_server_ends() {
     return running && running->stopping;
 }
 
-// Does work with a slot between two steps, on the thread that computes them, once no request decodes on the slot. Returns
-// false if the server ends before that.
+// Does some work with a slot on the decode thread between two steps, after no request decodes on the slot. Returns
+// false if the server ends first.
 static bool do_with_slot(
         moe_edge_server * server, int32_t sequence, const std::function<void(const moe_edge_slot &)> & work) {
     bool is_done = false;
@@ -312,13 +311,13 @@ static bool do_with_slot(
         reader.next([server] { return server->stopping.load(); });
     } catch (const std::exception &) {
     }
-    // The work is done with the mutex locked, so that it has ended or will not begin.
+    // The work runs with the mutex locked. After this lock it has either ended or will never start.
     std::lock_guard<std::mutex> lock(server->works_mutex);
     server->works.erase(name);
     return is_done;
 }
 
-// Upstream's code calls these.
+// The functions that upstream's code calls.
 int32_t moe_edge_server_step(
         llama_context * context, llama_process_type type, llama_batch_ext * step, const std::set<int32_t> & prompts,
         const moe_edge_undo_slot & undo) {
@@ -429,8 +428,8 @@ llama_context * moe_edge_server_context(llama_model *, llama_context_params) {
     return given_context;
 }
 
-// The token that the model's file names by `key`. Upstream has a default id for each kind of tokenizer, which is any token
-// in a file that names none.
+// Returns the token named by `key` in the model's file, or LLAMA_TOKEN_NULL. Upstream has a default id for each kind of
+// tokenizer, which may be any token in a file that does not name one.
 static llama_token named_token(const char * key, llama_token found) {
     char text[32] = "";
     const bool is_named = given_model && llama_model_meta_val_str(given_model, key, text, sizeof text) > 0;
@@ -448,9 +447,10 @@ llama_token moe_edge_template_eos(const llama_vocab * vocab) {
 void moe_edge_server_model_free(llama_model *) {}
 void moe_edge_server_context_free(llama_context *) {}
 
-// Upstream reads a whole prompt again if its sequence's memory begins after the place to which it would go back; for windows
-// it asks for two positions more than they show, which nothing that was saved has. A prompt that begins with everything
-// that the sequence holds goes on from its end and needs none of them.
+// Called by upstream instead of llama_memory_seq_pos_min. Upstream reads a whole prompt again if the memory of its
+// sequence starts after the position to which it would return. For sliding windows it asks for two more positions than
+// the window has, which no saved state contains. A prompt that starts with everything in the sequence continues at the
+// end of the sequence and needs none of these positions, so this returns a position before any window.
 llama_pos moe_edge_server_pos_min(llama_memory_t memory, llama_seq_id sequence) {
     const llama_pos first = llama_memory_seq_pos_min(memory, sequence);
     return running && running->prompts.take_continues(sequence) && first >= 0 ? BEFORE_ALL : first;
@@ -477,7 +477,7 @@ moe_edge_server * moe_edge_server_create(
         if (server->context.load_model(server->params)) {
             server->prompts.set_copies(made_prompts);
             server->routes.update_meta(server->context);
-            llama_detach_threadpool(context);  // upstream's, whose threads spin while Python decides
+            llama_detach_threadpool(context);  // upstream's threads would spin while Python decides
         } else {
             server.reset();
             moe_edge_try_template(model, config->chat_template ? config->chat_template : "");

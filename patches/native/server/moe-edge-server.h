@@ -1,14 +1,17 @@
-// llama.cpp's server without HTTP, as plain C: a request goes in as a route and a body, its answer
-// comes out as it is made. The caller brings a model and a context, and does HTTP.
+// llama.cpp's server without HTTP, as a plain C interface. A request consists of a route and a body; its answer is
+// returned in parts while it is generated. The caller provides a loaded model and a context, and implements HTTP.
 //
-// Thread safety: everything about one request is called by one thread at a time, except that another one may take
-// what has come, and any may call moe_edge_request_cancel. Requests may run on many threads at once.
+// Threads: only one thread at a time may call functions of the same request, with two exceptions. Another thread may
+// call moe_edge_request_take while moe_edge_request_run is running, and any thread may call moe_edge_request_cancel.
+// Different requests may run on different threads at the same time. "The decode thread" is the thread that is in
+// moe_edge_server_run.
 
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
+// The ABI version. It increases with every change of a struct or function in this file.
 #define MOE_EDGE_SERVER_ABI_VERSION 10
 
 #if defined(_WIN32)
@@ -27,169 +30,181 @@ struct llama_context;
 typedef struct moe_edge_server  moe_edge_server;
 typedef struct moe_edge_request moe_edge_request;
 
-// What the server does with requests that leave something open. Texts may be NULL.
+// Settings of a server: defaults for requests, and limits. Texts may be NULL.
 typedef struct moe_edge_server_config {
-    const char * model_name;     // that /v1/models says
-    const char * chat_template;  // in the place of the model's own
-    int32_t      n_parallel;     // sequences of the context, each a conversation
-    int32_t      n_slot_context; // tokens that one of them may have
-    int32_t      n_batch;        // of the context, tokens
+    const char * model_name;     // the name reported by /v1/models
+    const char * chat_template;  // replaces the model's own template
+    int32_t      n_parallel;     // number of sequences of the context; each holds a conversation
+    int32_t      n_slot_context; // maximum length of a sequence, in tokens
+    int32_t      n_batch;        // batch size of the context, in tokens
     int32_t      n_threads;
-    int32_t      max_tokens;     // of an answer, -1: what the context has room for
-    int32_t      cache_mib;      // copies of earlier conversations' KV, 0: none
-    int32_t      n_checkpoints;  // of a conversation whose memory cannot be cut, 0: none
-    uint32_t     seed;           // UINT32_MAX: another one each time
-    int32_t      top_k;
+    int32_t      max_tokens;     // maximum length of an answer, in tokens; -1: the rest of the context
+    int32_t      cache_mib;      // memory for KV copies of earlier conversations, in MiB; 0: no copies
+    int32_t      n_checkpoints;  // checkpoints per conversation if the memory cannot be cut (see
+                                 // moe_edge_server_has_part); 0: none
+    uint32_t     seed;           // UINT32_MAX: a new seed for each request
+    int32_t      top_k;          // this and the following three: defaults of the sampler
     float        temp;
     float        top_p;
     float        min_p;
-    int32_t      verbosity;      // of upstream's own log, on stderr; -1: silent
-    int32_t      most_ahead;     // bytes that a stream may have which nobody has taken yet
+    int32_t      verbosity;      // verbosity of upstream's log on stderr; -1: no log
+    int32_t      most_ahead;     // maximum size of the part of a stream that was not taken yet, in bytes
 } moe_edge_server_config;
 
+// Returns the MOE_EDGE_SERVER_ABI_VERSION that the library was compiled with.
 MOE_EDGE_SERVER_API int moe_edge_server_abi_version(void);
 
-// Takes a loaded model and a context of n_parallel sequences that share their cells; both stay the
-// caller's and outlive the server. It decodes two tokens on the calling thread, to learn whether the memory can drop the
-// last tokens of a sequence. Returns NULL on failure, with the reason in error.
+// Creates a server for a loaded model and a context with n_parallel sequences in one unified KV cache. The caller owns
+// both and must keep them until the server is freed. Decodes two tokens on the calling thread to find out whether the
+// memory can drop the last tokens of a sequence. Returns NULL on failure and writes the reason to error.
 MOE_EDGE_SERVER_API moe_edge_server * moe_edge_server_create(
     struct llama_model * model, struct llama_context * context, const moe_edge_server_config * config,
     char * error, size_t error_size);
 
-// Called on the thread that is in run, before each of its steps. is_answer: no token of the step belongs to a prompt. The
-// step fails unless the callback returns 0.
+// Called on the decode thread before each step. is_answer is 1 if no token of the step belongs to a prompt. If the
+// callback does not return 0, the step fails.
 typedef int (*moe_edge_server_before_step)(void * user, int is_answer);
 
-// Before run. Without one, steps follow each other.
+// Sets the callback before steps. Must be called before moe_edge_server_run. Without a callback, steps follow each other
+// directly.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_step(
     moe_edge_server * server, moe_edge_server_before_step callback, void * user);
 
-// Called on the thread that runs a request, once for each of its sequences, before anything is read there: with the
-// tokens of the one prompt that will be read, or with none where no such is known. Nothing decodes on it yet.
+// Called on the thread that runs a request, once for each of its sequences, before any prompt is read into the sequence
+// and before the request decodes there. tokens is the prompt that will be read into the sequence; it is empty if the
+// request has no single known prompt for this sequence.
 typedef void (*moe_edge_server_before_prompt)(void * user, int32_t sequence, const int32_t * tokens, int32_t n_tokens);
 
-// Before run.
+// Sets the callback before prompts. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
     moe_edge_server * server, moe_edge_server_before_prompt callback, void * user);
 
-// What somebody else knows of a sequence, and that goes with its tokens: noted at a place in it, and recalled if the
-// sequence goes back to that place, or if a copy with it comes back. Called on the thread that is in run; `drop` also by
-// moe_edge_server_free.
+// Callbacks for external state that belongs to a sequence, such as a policy's state. The server saves it at certain
+// positions of the sequence as a note. It recalls the note if the sequence returns to that position, or if a copy with
+// the note is restored. Called on the decode thread; drop is also called by moe_edge_server_free.
 typedef struct moe_edge_server_notes {
-    int64_t (*note)(void * user, int32_t sequence);               // of the sequence as it is; returns a number, -1 for nothing
+    int64_t (*note)(void * user, int32_t sequence);               // saves the current state of a sequence; returns a
+                                                                  // number, or -1 for nothing
     void    (*recall)(void * user, int32_t sequence, int64_t note);
-    void    (*drop)(void * user, int64_t note);                   // it will not be recalled any more
+    void    (*drop)(void * user, int64_t note);                   // the note will not be recalled again
     void *  user;
 } moe_edge_server_notes;
 
-// Before run.
+// Sets the callbacks for notes. Must be called before moe_edge_server_run.
 MOE_EDGE_SERVER_API void moe_edge_server_set_notes(moe_edge_server * server, const moe_edge_server_notes * notes);
 
-// On the thread that is in run, before a step is computed: copies of earlier conversations take so many bytes at most from
-// now on; those go first that were used longest ago. Nothing where cache_mib is 0. Returns what they take now.
+// Limits the copies of earlier conversations to this many bytes from now on, and drops the least recently used ones.
+// Has no effect if cache_mib is 0. Must be called on the decode thread before a step is computed. Returns the size of
+// the copies in bytes.
 MOE_EDGE_SERVER_API uint64_t moe_edge_server_keep_prompts(moe_edge_server * server, uint64_t bytes);
 
-// Answers requests until moe_edge_server_stop; every step is computed on this thread.
+// Answers requests until moe_edge_server_stop. Every step is computed on the calling thread, the decode thread.
 MOE_EDGE_SERVER_API void moe_edge_server_run(moe_edge_server * server);
 
-// Any thread: whether a sequence's memory cannot be cut anywhere, so that it goes back to marks.
+// Returns 1 if the memory of a sequence cannot be cut at any position, so that it can only return to checkpoints. May
+// be called from any thread.
 MOE_EDGE_SERVER_API int moe_edge_server_has_part(const moe_edge_server * server);
 
-// The functions about a sequence from here on do their work between two steps, on the thread that is in run, once no
-// request decodes on the sequence; or, after run has returned and every request is freed, on the calling thread. They are
-// not called on the thread that is in run. They fail while the server ends.
+// The following functions about sequences wait until no request decodes on the sequence, and run between two steps on
+// the decode thread. After moe_edge_server_run has returned and all requests are freed, they run on the calling thread.
+// They must not be called from the decode thread. They fail while the server is stopping.
 
-// Returns once the steps of all requests that have ended are computed, however they ended. Returns 0, or -1 on failure.
+// Waits until every request that has ended, in whatever way, has stopped computing. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_settle(moe_edge_server * server);
 
-// Lets a sequence forget all that it holds. If no request decodes on any sequence, the caller may use the context afterwards,
+// Removes all tokens from a sequence. If no request decodes on any sequence, the caller may use the context afterwards
 // until its next request. Returns 0, or -1 on failure.
 MOE_EDGE_SERVER_API int moe_edge_server_forget(moe_edge_server * server, int32_t sequence);
 
-// Copies the first n_most tokens that a sequence holds. Returns how many it holds, -1 on failure.
+// Copies the first n_most tokens of a sequence to tokens. Returns the number of tokens in the sequence, or -1 on
+// failure.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_tokens(
     moe_edge_server * server, int32_t sequence, int32_t * tokens, size_t n_most);
 
-// Returns how many tokens of a prompt would not be read again, because the sequence or a copy in memory has them; -1 on
-// failure. is_another: whether reading the prompt would take tokens of another conversation from the sequence.
+// Returns how many tokens of a prompt would be reused from the sequence or from a copy in memory, or -1 on failure.
+// is_another receives 1 if reading the prompt would remove tokens of another conversation from the sequence.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_match(
     moe_edge_server * server, int32_t sequence, const int32_t * prompt, size_t n_prompt, int * is_another);
 
-// A place in a sequence to which its memory can go back, with data in a file.
+// A checkpoint of a sequence in a file: a position to which its memory can return.
 typedef struct moe_edge_server_mark {
-    uint64_t offset;    // of the data in the file
+    uint64_t offset;    // position of the data in the file, in bytes
     uint64_t n_bytes;
-    int32_t  n_tokens;  // before the place
-    int32_t  pos_min;   // positions that the data has
-    int32_t  pos_max;   // -1: not known
+    int32_t  n_tokens;  // number of tokens before the checkpoint
+    int32_t  pos_min;   // first position in the data
+    int32_t  pos_max;   // last position in the data; -1: unknown
 } moe_edge_server_mark;
 
-// Writes what a sequence holds to a file: its tokens and llama.cpp's state, and after these the data of its marks. Returns
-// the bytes of the first part, -1 on failure. n_tokens: gets how many tokens it has. n_marks: how many marks have room in
-// `marks`; gets how many there are.
+// Writes the tokens and the llama.cpp state of a sequence to a file, followed by the data of its checkpoints. Returns
+// the size of the first part in bytes, or -1 on failure. n_tokens receives the number of tokens. n_marks is the
+// capacity of `marks`, and receives the number of checkpoints.
 MOE_EDGE_SERVER_API int64_t moe_edge_server_save(
     moe_edge_server * server, int32_t sequence, const char * path, int32_t * n_tokens, moe_edge_server_mark * marks,
     int32_t * n_marks);
 
-// Replaces what a sequence holds by what a file has; the latest marks are used, as many as n_checkpoints allows. More may
-// follow in the file. Returns 0, or -1 on failure: the sequence is then empty.
+// Replaces the contents of a sequence with those of a file. The latest checkpoints are restored, at most n_checkpoints
+// of the configuration. The file may contain more data after them. Returns 0, or -1 on failure; the sequence is then
+// empty.
 MOE_EDGE_SERVER_API int moe_edge_server_restore(
     moe_edge_server * server, int32_t sequence, const char * path, const moe_edge_server_mark * marks, int32_t n_marks);
 
-// Any thread: how the last answer on a sequence ended. Returns 0 if it did not end by itself, 1 at a token that ends answers,
-// 2 at a stop word, 3 at a limit. at_context: whether that limit was the context.
+// Returns how the last answer on a sequence ended: 0 if it did not end by itself, 1 at an end-of-generation token, 2 at
+// a stop word, 3 at a limit. at_context receives 1 if that limit was the context. May be called from any thread.
 MOE_EDGE_SERVER_API int moe_edge_server_ending(moe_edge_server * server, int32_t sequence, int * at_context);
 
-// Any thread: writes a prompt with the tokens of `held` wherever both stand for the same text between control tokens. Copies
-// the first n_most tokens and returns how many there are.
+// Rewrites a prompt to use the tokens of `held` wherever both stand for the same text between control tokens. Copies
+// the first n_most tokens to tokens and returns the total number. May be called from any thread.
 MOE_EDGE_SERVER_API size_t moe_edge_server_as_held(
     moe_edge_server * server, const int32_t * prompt, size_t n_prompt, const int32_t * held, size_t n_held,
     int32_t * tokens, size_t n_most);
 
-// Any thread, any time: the running step ends early, every request ends, and so does run.
+// Aborts the running step, ends every request, and makes moe_edge_server_run return. May be called from any thread at
+// any time.
 MOE_EDGE_SERVER_API void moe_edge_server_stop(moe_edge_server * server);
 
-// After run has returned and every request is freed.
+// Frees the server. Must be called after moe_edge_server_run has returned and every request is freed.
 MOE_EDGE_SERVER_API void moe_edge_server_free(moe_edge_server * server);
 
-// route: a path of moe_edge_server_route. NULL for another one, and where there is no memory. The body is copied.
-// sequences: those that prompts are read into, by turns, of one that decodes; other answers to a prompt get any that
-// are free. Without any, llama.cpp chooses.
+// Creates a request and copies its body. route is a path of moe_edge_server_route. sequences are the sequences on which
+// the request decodes: its prompts are assigned to them in turn, and additional answers to a prompt use any free
+// sequence. If n_sequences is 0, llama.cpp chooses. Returns NULL if the route is unknown or there is no memory.
 MOE_EDGE_SERVER_API moe_edge_request * moe_edge_request_create(
     moe_edge_server * server, const char * route, const char * body, size_t body_size,
     const int32_t * sequences, size_t n_sequences);
 
-// Answers the request, to its end. ready: a file descriptor that gets a byte when something has come for one who
-// found nothing at the last moe_edge_request_take; -1 where nobody waits. Returns 0, or where it ended before its end: -1
-// where there was no memory for it, -2 where it is a stream of which most_ahead bytes were not taken.
+// Runs the request until it ends. ready is a file descriptor, or -1: one byte is written to it when new output is
+// available after moe_edge_request_take returned nothing. Returns 0 if the request was answered; -1 if there was no
+// memory; -2 if the output of a stream that was not taken exceeded most_ahead bytes.
 MOE_EDGE_SERVER_API int moe_edge_request_run(moe_edge_request * request, int ready);
 
-// Beside moe_edge_request_run: what has come since the last call, valid until the next one. It is whole events where
-// the answer is a stream (is_stream), else all of the answer or nothing. Returns the HTTP status, 0 while that is not known.
+// Returns the output since the last call, valid until the next call. May be called while moe_edge_request_run is
+// running. For a stream (is_stream is 1), the output consists of complete events; otherwise it is the whole answer or
+// nothing. The function returns the HTTP status, or 0 if it is not known yet.
 MOE_EDGE_SERVER_API int moe_edge_request_take(
     moe_edge_request * request, const char ** data, size_t * size, int * is_stream);
 
-// After moe_edge_request_run: a sentence for the server's log about how the answer was made, or NULL. Valid until the
-// request is freed.
+// Returns a sentence for the server's log about how the answer was made, or NULL. Must be called after
+// moe_edge_request_run. Valid until the request is freed.
 MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * request);
 
-// After moe_edge_request_run: when each token of the first answer was known, in microseconds since run began. Returns how many
-// there are. Valid until the request is freed.
+// Returns the number of tokens of the first answer. times receives the time at which each of them was known, in
+// microseconds since the start of moe_edge_request_run, and is valid until the request is freed. Must be called after
+// moe_edge_request_run.
 MOE_EDGE_SERVER_API size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times);
 
-// Any thread: the request ends soon, and with it the work for it.
+// Ends the request and its computation soon. May be called from any thread.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
 
-// Not beside moe_edge_request_run. Ends the work where it has not ended.
+// Frees the request, and ends its work if it has not ended. Must not be called while moe_edge_request_run is running.
 MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 
-// The routes by number from 0; NULL behind the last one.
+// Returns the path of a route by number, starting with 0, or NULL after the last one.
 MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
 
-// Tries a chat template without a model. question: a JSON object with `template`, `bos_token`, `eos_token` and `cases`, a
-// list of objects with a `request` for /v1/chat/completions and texts that a model answers (`answers`). Returns a JSON
-// list, valid until the thread's next call, with an object for each case: `prompt`, `grammar`, the messages that a client
-// would get (`answers`), or `error`.
+// Tests a chat template without a model. question is a JSON object with `template`, `bos_token`, `eos_token` and
+// `cases`, a list of objects with a `request` for /v1/chat/completions and the texts that a model answers (`answers`).
+// Returns a JSON list, valid until the thread's next call. Each case has an object with `prompt`, `grammar` and the
+// messages that a client would receive (`answers`), or with `error`.
 MOE_EDGE_SERVER_API const char * moe_edge_server_try_template(const char * question);
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
-// Upstream's template engine with its steps counted. A chat template comes with a model or from a file, and it is a
-// program, which upstream runs without bounds.
+// Upstream's template engine with its steps counted. A chat template comes with a model or from a file. It is a
+// program, and upstream runs it without limits.
 
 #include "moe-edge-template-bounds.h"
 
@@ -15,7 +15,7 @@
 namespace {
 
 const size_t MOST_TEMPLATE_BYTES = 512 << 10;
-// Tokens of one {{ }} or {% %}: an expression is parsed in a loop, but run and freed recursively.
+// Tokens of one {{ }} or {% %}. Upstream parses an expression in a loop, but runs and frees it recursively.
 const size_t MOST_TOKENS = 4096;
 const int64_t MOST_DEPTH = 100;
 // The largest indentation and field width.
@@ -43,8 +43,8 @@ int64_t size_of(const jinja::value & value) {
     return jinja::is_val<jinja::value_int>(value) ? value->val_int : 1;
 }
 
-// The work of one call, before it begins. A function that repeats one argument for each part of another makes a text
-// of about the product of their sizes.
+// Counts the work of a call before it starts. A function that repeats one argument for each part of another creates a
+// text of about the product of their sizes.
 void count_call(const std::string & name, const std::vector<jinja::value> & given) {
     const bool is_wide = name == "indent" || name == "tojson";
     const bool repeats = name == "indent" || name == "replace" || name == "join";
@@ -67,19 +67,19 @@ void count_call(const std::string & name, const std::vector<jinja::value> & give
         all += size;
         (i == 0 ? first : largest) = std::max(i == 0 ? int64_t(0) : largest, size);
     }
-    // One in eight parts of a usual text is repeated at most.
+    // Assume that the argument is inserted for at most one in eight bytes of the text.
     const int64_t made = repeats ? first * std::min<int64_t>(largest, INT32_MAX) / 8 : 0;
     moe_edge_template_step(1 + all / 64, made);
 }
 
-// One line of what upstream says, which quotes the source around a fault: the reason, and where it is.
+// Reduces upstream's message, which quotes the source around an error, to one line with the reason and the position.
 std::string one_line(const std::string & said) {
     const std::string mark = "Error: ";
     const size_t reason = said.rfind(mark), place = said.find(" at line ");
     std::string line = reason == std::string::npos ? said : said.substr(reason + mark.size());
     line = line.substr(0, std::min(line.find('\n'), MOST_REASON));
     if (line == "Unexpected token type") {
-        line = "a block is not closed";  // upstream met the end of the text
+        line = "a block is not closed";  // upstream reached the end of the text
     }
     if (place != std::string::npos) {
         line += said.substr(place, std::min(said.find(" in source", place), place + MOST_REASON) - place);
@@ -132,8 +132,8 @@ void check_text(const std::string & text) {
 void moe_edge_template_made(jinja::value_t & made) {
     size_t parts = made.val_arr.size() + made.val_obj.size();
     if (dynamic_cast<jinja::value_tuple_t *>(&made)) {
-        // A tuple never changes, so its depth is known here. It keeps it in the field for numbers. Upstream compares
-        // tuples recursively, in functions that may not throw.
+        // A tuple never changes, so its depth is known here and stored in its field for integers. Upstream compares
+        // tuples recursively, in functions that must not throw.
         made.val_int = 1;
         for (const auto & each : made.val_arr) {
             if (jinja::is_val<jinja::value_tuple>(each)) {
@@ -193,8 +193,9 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
     }
 }
 
-// Each pass through a loop, a condition or a try block is a step, and each function that calls itself has one of them
-// before it does. std::sort reads beyond the end where an order is not one, as that of mixed types is here.
+// Each pass through a loop, condition or try block is a step, and each recursive function contains one of them before
+// it calls itself. std::sort would read out of bounds if the comparison is not a strict weak order, as with mixed types
+// here.
 #define for(...) for (__VA_ARGS__) if (moe_edge_template_step()) {} else
 #define while(...) while (moe_edge_template_step() == 0 && (__VA_ARGS__))
 #define if(...) if (moe_edge_template_step() == 0 && (__VA_ARGS__))
@@ -206,7 +207,7 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/parser.cpp"
 #undef FILENAME
-// These move the rest of a text.
+// These functions move the rest of a text.
 #define erase(...) erase(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #define replace(...) replace(moe_edge_template_step(1 + str.size() / 256) + __VA_ARGS__)
 #include "common/jinja/value.cpp"
@@ -217,7 +218,8 @@ void moe_edge_check_template(const llama_model * model, const std::string & give
 #undef FILENAME
 #include "common/jinja/caps.cpp"
 #undef FILENAME
-// A text is kept and copied in parts here, and each of them takes memory of its own. Its loops are left alone, because one of them is in a function that may not throw.
+// Texts are stored and copied in parts here, each in its own memory. Loops are not counted in this file, because one of
+// them is in a function that must not throw.
 #undef for
 #undef if
 #undef while

@@ -1,4 +1,4 @@
-// A chat template without a model: what the server would make of requests with it, and of answers to them.
+// Tests a chat template without a model: how the server would convert requests and answers.
 
 #include "moe-edge-server.h"
 #include "moe-edge-chat.h"
@@ -33,7 +33,7 @@ server_chat_params chat_params_of(const json & asked) {
     return params;
 }
 
-// The parser of an answer, with the fields that server-schema.cpp reads from a request.
+// Returns the parser of an answer, with the fields that server-schema.cpp reads from a request.
 common_chat_parser_params parser_of(const json & made, const server_chat_params & params) {
     common_chat_parser_params parser;
     parser.format            = static_cast<common_chat_format>(made.at("chat_format").get<int>());
@@ -51,7 +51,7 @@ common_chat_parser_params parser_of(const json & made, const server_chat_params 
     return parser;
 }
 
-// An answer as the client gets it, whole or as the sum of the parts of a stream.
+// Returns an answer as the client receives it, either whole or as the sum of the parts of a stream.
 json message_of(const common_chat_parser_params & parser, const std::string & text, bool is_stream) {
     task_result_state state(parser);
     std::vector<common_chat_msg_diff> diffs;

@@ -1,5 +1,5 @@
-// Chat templates that do not show tools, or earlier calls, to the model. A prefix of Jinja in front of such a template
-// rewrites its inputs. Which prefix a template needs is found by rendering a probe with each of them.
+// Chat templates that do not show tools or earlier calls to the model. A Jinja prefix in front of such a template
+// rewrites its inputs. The right prefix for a template is found by rendering a probe conversation with each of them.
 
 #include "moe-edge-grammar.h"
 #include "moe-edge-template-bounds.h"
@@ -15,15 +15,15 @@
 
 namespace {
 
-// The first line of our own form's prefix, by which moe_edge_is_own_form knows it.
+// The first line of the prefix for our own form, by which moe_edge_is_own_form recognizes it.
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
-// As the model is told, and as it calls the probe.
+// The form of a call as described to the model, and the call of the probe in this form.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";
 
-// Templates that read `functions`: as a text, or as a list.
+// For templates that read `functions`, as a list or as a text.
 const char * const FUNCTIONS_LIST = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") -%}
 {%- endif %})jinja";
@@ -31,7 +31,7 @@ const char * const FUNCTIONS_TEXT = R"jinja({%- if tools -%}
     {%- set functions = tools | map(attribute="function") | tojson(indent=4) -%}
 {%- endif %})jinja";
 
-// Prefixes that rewrite messages collect the new ones in a list. Appending to a list, and joining it once, takes time
+// Prefixes that rewrite messages collect the new messages in a list. Appending to a list and joining it once takes time
 // proportional to the conversation; `+` and `~` would copy everything for each part.
 const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], results=[], told=not tools) -%}
 {%- macro add_results() -%}
@@ -44,8 +44,8 @@ const char * const BEGIN = R"jinja({%- set rewritten = namespace(list=[], result
 {%- for message in messages -%}
     {%- if false -%})jinja";
 
-// In our own form, calls and their results are texts. Consecutive results form one message, because some templates
-// refuse two messages of one role.
+// In our own form, calls and their results are text. Consecutive results form one message, because some templates
+// refuse two messages of the same role.
 const char * const OWN_MESSAGES = R"jinja(
     {%- elif message.role == "tool" -%}
         {%- set _ = rewritten.results.append(message.content) -%}
@@ -60,7 +60,7 @@ const char * const OWN_MESSAGES = R"jinja(
         {%- endfor -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": parts | join("\n")}) -%})jinja";
 
-// LFM2's form of calls, for its templates that leave them to the client.
+// LFM2's form of calls, for its templates that leave formatting to the client.
 const char * const PYTHON_CALLS = R"jinja(
     {%- elif message.tool_calls -%}
         {%- set calls = [] -%}
@@ -77,12 +77,12 @@ const char * const PYTHON_CALLS = R"jinja(
 const char * const PYTHON_CALL =
     "<|tool_call_start|>[FUNCTION_NAME(ARGUMENT_NAME=\"ARGUMENT_VALUE\")]<|tool_call_end|>";
 
-// A turn that has only calls has no text: some templates render an empty text as a turn of its own.
+// A turn with calls only gets no content: some templates render an empty text as a separate turn.
 const char * const CALLS_WITHOUT_TEXT = R"jinja(
     {%- elif message.tool_calls and not message.content -%}
         {%- set _ = rewritten.list.append({"role": message.role, "content": none, "tool_calls": message.tool_calls}) -%})jinja";
 
-// The tools come before the text of the first message of the user. CALL stands for the form of a call.
+// The tools are described before the text of the first user message. CALL stands for the form of a call.
 const char * const DESCRIPTION = R"jinja(
     {%- elif message.role == "user" and not rewritten.told -%}
         {%- set _ = add_results() -%}
@@ -126,7 +126,8 @@ std::string with_described_tools(const std::string & call, const char * messages
     return description(call) + BEGIN + messages + DESCRIPTION + END + TELL_AT_END;
 }
 
-// A probe: one function with one argument, in words that no template has. A description shows the first three to the model.
+// The probe: a function with one argument, named with words that occur in no template. A description must show the
+// first three to the model.
 const std::string NAME = "FUNCTION_NAME", ARGUMENT = "ARGUMENT_NAME", VALUE = "ARGUMENT_VALUE";
 const std::string DESCRIPTION_TEXT = "PROBE_DESCRIPTION", RESULT = "PROBE_RESULT", TEXT = "PROBE_TEXT", END_TEXT = "PROBE_END";
 
@@ -163,7 +164,7 @@ common_chat_templates_inputs inputs_of(std::vector<common_chat_msg> messages, bo
     inputs.messages         = std::move(messages);
     inputs.use_jinja        = true;
     inputs.enable_thinking  = false;
-    inputs.chat_template_kwargs["add_generation_prompt"] = "false";  // as moe_edge_templates_apply says it
+    inputs.chat_template_kwargs["add_generation_prompt"] = "false";  // as in moe_edge_templates_apply
     inputs.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
     if (has_tools) {
         inputs.tools       = { probe_tool() };
@@ -178,7 +179,7 @@ bool has(const std::string & text, const std::string & part) {
     return text.find(part) != std::string::npos;
 }
 
-// Whether an answer is the probe's call, to its last character, for the grammar and the parser of a request.
+// Whether an answer is exactly the probe's call, for both the grammar and the parser of a request.
 bool is_whole_call(const common_chat_params & params, const std::string & answer) {
     common_chat_parser_params parser(params);
     parser.reasoning_format = COMMON_REASONING_FORMAT_DEEPSEEK;
@@ -195,15 +196,15 @@ bool is_whole_call(const common_chat_params & params, const std::string & answer
     }
 }
 
-// The same for an answer, or for its end after reasoning: some generation prompts begin reasoning always.
+// Whether an answer, or its part after reasoning, is the probe's call. Some generation prompts always start reasoning.
 bool is_call(const common_chat_params & params, const std::string & answer) {
     const auto & ends = params.thinking_end_tags;
     return is_whole_call(params, answer) ||
            (!ends.empty() && is_whole_call(params, ends[0] + answer));
 }
 
-// The form of a call that templates prescribe, and which their parser reads; empty if there is none. It is what a turn
-// with a call has and a turn with a text lacks.
+// Returns the form of a call that the template prescribes and its parser reads, or an empty string. It is the
+// difference between a turn with a call and a turn with a text.
 std::string form_of_calls(const common_chat_templates * templates) {
     try {
         auto inputs = inputs_of({ HELLO, message_of("assistant", TEXT), HELLO }, true);
@@ -230,11 +231,11 @@ std::string form_of_calls(const common_chat_templates * templates) {
     return "";
 }
 
-// What the model sees and may do with a template.
+// The abilities of the model with a template.
 struct abilities {
     bool can_call   = false;  // a required call has a grammar
     bool sees_tools = false;
-    bool sees_calls = false;  // earlier ones, and their results
+    bool sees_calls = false;  // earlier calls and their results
 };
 
 abilities abilities_of(const common_chat_templates * templates) {
@@ -245,22 +246,22 @@ abilities abilities_of(const common_chat_templates * templates) {
         found.sees_tools  = has(params.prompt, NAME) && has(params.prompt, DESCRIPTION_TEXT) && has(params.prompt, ARGUMENT);
         const std::string after =
             common_chat_templates_apply(templates, inputs_of({ HELLO, probe_call(), probe_result() }, true)).prompt;
-        // The description may show a call; the earlier one comes after the user's message.
+        // A description may contain a call; the earlier call comes after the user's message.
         const std::string since = after.substr(std::min(after.size(), after.rfind(HELLO.content)));
         found.sees_calls = has(since, NAME) && has(since, VALUE) && has(since, RESULT);
     } catch (const std::exception &) {
-        // what a template refuses, it cannot do
+        // a template that refuses the conversation has none of these abilities
     }
     return found;
 }
 
 struct candidate {
     std::string source;
-    std::string call;  // of the probe, in the form that the model is told or was trained for
+    std::string call;  // the probe's call, in the form that the model is told or was trained with
 };
 
-// The source with a blank that changes nothing. Upstream recognizes some templates, and so their form of calls, by pieces
-// of their text.
+// Returns the source with an added space that does not change its output. Upstream recognizes some templates, and thus
+// their form of calls, by parts of their source.
 std::string unrecognized(std::string source) {
     for (size_t at = 0; (at = source.find("{{'", at)) != std::string::npos; at += 4) {
         source.insert(at + 2, " ");
@@ -303,7 +304,7 @@ bool moe_edge_wants_text_apart(const common_chat_templates * templates) {
         }
     };
     const auto call = probe_call(), result = probe_result(), end = message_of("assistant", END_TEXT);
-    // A template that demands turns by turns may refuse two messages of the assistant only later in the conversation.
+    // A template that requires alternating turns may refuse two assistant messages only later in the conversation.
     return !shows_in_order({ HELLO, both, result }) && shows_in_order({ HELLO, text, call, result }) &&
            shows_in_order({ HELLO, text, call, result, end, HELLO });
 }
@@ -335,7 +336,7 @@ std::string moe_edge_template_with_tools(const llama_model * model, const std::s
                 return each.source;
             }
         } catch (const std::exception &) {
-            continue;  // it does not suit the template
+            continue;  // this prefix does not suit the template
         }
     }
     return given;

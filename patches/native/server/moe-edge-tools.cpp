@@ -1,4 +1,4 @@
-// The grammar of tool calls: a call that is required is made.
+// Grammars of tool calls, so that the model makes a call if the request requires one.
 
 #include "moe-edge-chat.h"
 #include "moe-edge-calls.h"
@@ -16,8 +16,8 @@
 
 namespace {
 
-// Lets an answer's text be nothing but white space. A text that ends before a mark is a rule of the
-// grammar, by the number of its parser.
+// Restricts the text of an answer to white space. Text up to a delimiter is a rule of the grammar, named by the number
+// of its parser.
 void leave_text_out(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {
@@ -30,7 +30,7 @@ void leave_text_out(std::string & grammar, const common_json & parser) {
     }
 }
 
-// Ends an answer behind its first call, where the grammar lets calls follow each other.
+// Ends an answer after its first call if the grammar allows several calls.
 void allow_one_call(std::string & grammar) {
     moe_edge_change_rule(grammar, "tool-calls", [](std::string rule) {
         if (!rule.empty() && rule.back() == '+') {
@@ -40,19 +40,19 @@ void allow_one_call(std::string & grammar) {
     });
 }
 
-// Whether a prompt has a name, as it is or as JSON.
+// Whether a prompt contains a name, either as it is or as JSON.
 bool shows(const std::string & prompt, const std::string & name) {
     const std::string quoted = common_json::make(name).dump_safe();
     return prompt.find(name) != std::string::npos ||
            prompt.find(quoted.substr(1, quoted.size() - 2)) != std::string::npos;
 }
 
-// The marks around the text of an answer. Reasoning may stand before them.
+// The markers around the text of an answer. Reasoning may come before them.
 struct text_marks {
     std::string begin, end;
 };
 
-// Of the chat templates whose parsers ignore schemas, Kimi K3's and Functionary's have such marks.
+// Returns the markers of a template whose parser ignores schemas. Kimi K3 and Functionary have them.
 text_marks marks_of(const common_chat_params & made) {
     if (made.thinking_start_tag == "<|open|>think<|sep|>") {
         return { "<|open|>response<|sep|>", "<|close|>response<|sep|>" };
@@ -60,12 +60,12 @@ text_marks marks_of(const common_chat_params & made) {
     return { string_ends_with(made.generation_prompt, ">>>") ? "all\n" : "", "" };
 }
 
-// In the parameters of a tool: the schema that its calls keep, if that is another one than the model sees
+// Key in the parameters of a tool for the schema of its calls, if it differs from the schema shown to the model
 // (orchestrator/serve/requests.py).
 const char * const GRAMMAR_SCHEMA = "x-moe-edge-grammar";
 
-// Takes the schemas for grammars out of the tools that the model sees. Returns the tools with these schemas, none if there
-// are no such schemas.
+// Removes these schemas from the tools that the model sees. Returns the tools with these schemas, or an empty list if
+// there are none.
 std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool> & tools) {
     std::vector<common_chat_tool> made;
     for (common_chat_tool & tool : tools) {
@@ -88,7 +88,7 @@ std::vector<common_chat_tool> take_grammar_schemas(std::vector<common_chat_tool>
     return made;
 }
 
-// The prompt of a request. Upstream fails on some schemas when it makes a grammar, so that it makes none.
+// Returns the prompt of a request without making a grammar, because upstream fails to make one for some schemas.
 std::string prompt_of(const common_chat_templates * templates, common_chat_templates_inputs inputs) {
     inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;
     return moe_edge_apply_continued(templates, inputs).prompt;
@@ -98,14 +98,14 @@ bool begins_call(const std::string & tag) {
     return tag == "<tool_call>";
 }
 
-// Whether upstream's grammar makes an answer keep a schema. Some of its parsers ignore schemas. Others let reasoning end at
-// a tool call, and their grammar lets it end anywhere.
+// Whether upstream's grammar enforces a schema. Some of its parsers ignore schemas. Others let reasoning end at a tool
+// call, and their grammar then allows any end.
 bool keeps_schema(const common_chat_params & made) {
     const auto & tags = made.thinking_end_tags;
     return made.grammar.find("response-format") != std::string::npos && !std::any_of(tags.begin(), tags.end(), begins_call);
 }
 
-// The tag after which an answer begins, empty if there is no reasoning.
+// Returns the tag that ends the reasoning, or an empty string if there is no reasoning.
 std::string end_of_reasoning(const common_chat_params & made) {
     for (const std::string & tag : made.thinking_end_tags) {
         if (!tag.empty() && !isspace(static_cast<unsigned char>(tag[0])) && !begins_call(tag)) {
@@ -115,7 +115,7 @@ std::string end_of_reasoning(const common_chat_params & made) {
     return "";
 }
 
-// Replaces the parser and the grammar by ones of ours: optional reasoning, then a text that keeps the schema.
+// Replaces the parser and the grammar: optional reasoning, followed by a text that conforms to the schema.
 void keep_schema(common_chat_params & made, const common_json & schema, bool with_reasoning) {
     const text_marks marks = marks_of(made);
     const std::string start = made.thinking_start_tag, end = end_of_reasoning(made);
@@ -144,13 +144,13 @@ void keep_schema(common_chat_params & made, const common_json & schema, bool wit
 
 }  // namespace
 
-// Upstream's server calls this in the place of common_chat_templates_apply. Upstream lets an answer that has to
-// call a tool begin with any text, and calls follow each other: a model that has never seen a tool comes to no
-// end with either.
+// Upstream's server calls this instead of common_chat_templates_apply. Upstream lets an answer with a required call
+// start with any text and contain several calls. A model that was not trained with tools would never finish either of
+// them.
 common_chat_params moe_edge_templates_apply(
         const common_chat_templates * templates, const common_chat_templates_inputs & asked) {
     common_chat_templates_inputs inputs = asked;
-    // Upstream leaves it undefined if it is false, and some templates take that for true.
+    // Upstream leaves this variable undefined if it is false, and some templates take that for true.
     inputs.chat_template_kwargs.emplace("add_generation_prompt", "false");
     const bool offered  = !inputs.tools.empty() && inputs.tool_choice != COMMON_CHAT_TOOL_CHOICE_NONE;
     const bool required = offered && inputs.tool_choice == COMMON_CHAT_TOOL_CHOICE_REQUIRED;
@@ -158,11 +158,11 @@ common_chat_params moe_edge_templates_apply(
         inputs.parallel_tool_calls = false;
     }
     if (required) {
-        inputs.json_schema.clear();  // it is about a text, and there will be none
+        inputs.json_schema.clear();  // the schema is for a text, and the answer will have none
     }
     const bool has_schema = !inputs.json_schema.empty();
     if (has_schema) {
-        inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;  // the answer is a text that keeps the schema
+        inputs.tool_choice = COMMON_CHAT_TOOL_CHOICE_NONE;  // the answer is a text that conforms to the schema
     }
     const std::vector<common_chat_tool> kept = take_grammar_schemas(inputs.tools);
     const bool differ = offered && !has_schema && !kept.empty();

@@ -1,4 +1,4 @@
-// Conversations in which a message of the user directly follows the result of a tool, with every chat template.
+// Conversations in which a user message directly follows a tool result, for every chat template.
 
 #include "chat.h"
 
@@ -6,12 +6,13 @@
 #include <vector>
 
 common_chat_params moe_edge_templates_apply(
-    const common_chat_templates * templates, const common_chat_templates_inputs & inputs);  // moe-edge-tools.cpp
+    // defined in moe-edge-tools.cpp
+    const common_chat_templates * templates, const common_chat_templates_inputs & inputs);
 
 namespace {
 
-// Appends each message of the user that directly follows the result of a tool to that result. Returns whether there is
-// such a message.
+// Appends each user message that directly follows a tool result to that result. Returns whether there is such a
+// message.
 bool append_to_results(std::vector<common_chat_msg> & messages) {
     std::vector<common_chat_msg> made;
     for (const common_chat_msg & each : messages) {
@@ -30,9 +31,9 @@ bool append_to_results(std::vector<common_chat_msg> & messages) {
 
 }  // namespace
 
-// Upstream's server calls this instead of common_chat_templates_apply. Some templates (those of Mistral and Gemma 2)
-// refuse a conversation unless the user and the assistant take turns, and results of tools do not count. Clients of
-// Anthropic's API send results and a text in one message.
+// Upstream's server calls this instead of common_chat_templates_apply. Some templates (of Mistral and Gemma 2) refuse a
+// conversation unless user and assistant alternate, without counting tool results. Clients of Anthropic's API send tool
+// results and a text in one message.
 common_chat_params moe_edge_templates_apply_in_turns(
         const common_chat_templates * templates, const common_chat_templates_inputs & inputs) {
     try {
