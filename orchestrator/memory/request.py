@@ -3,12 +3,13 @@ llama.cpp counts."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gguf_tools.file.layout import pad
 from orchestrator.config import Config
+from orchestrator.memory.shared import CELL_STEP
 
 # Tokens of the context, and tokens that are computed at once.
 Size = tuple[int, int]
@@ -18,7 +19,8 @@ Size = tuple[int, int]
 class Counted:
     """Bytes in the host's memory as llama.cpp counts them, by the tokens that are computed at once:
     (tokens of the context, bytes of the cache, bytes of the scratch) of some contexts, the shortest
-    one first. Between two of them both amounts are on a line."""
+    one first. Contexts are whole steps of cells, as llama.cpp pads them; between two of them both
+    amounts are on a line."""
 
     by_tokens: Mapping[int, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
@@ -27,7 +29,7 @@ class Counted:
         """count: the cache and the scratch of a context of so many tokens and so many at once; None
         where llama.cpp cannot say."""
         found: dict[int, list[tuple[int, int, int]]] = {}
-        for n_ctx, n_tokens in sorted(set(sizes)):
+        for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
             counted = count(n_ctx, n_tokens)
             if counted is not None:
                 found.setdefault(n_tokens, []).append((n_ctx, *counted))
@@ -36,13 +38,14 @@ class Counted:
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
         """Bytes of the cache and of the scratch; None where nothing was counted for so many tokens
         at once."""
-        points = self.by_tokens.get(n_tokens, ())
+        points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
             return points[0][1:] if points else None
         after = min(max(1, bisect_left(points, (n_ctx,))), len(points) - 1)
         (start, *low), (end, *high) = points[after - 1], points[after]
-        share = (n_ctx - start) / (end - start)
-        kv, scratch = (math.ceil(a + share * (b - a)) for a, b in zip(low, high, strict=True))
+        pairs = zip(low, high, strict=True)
+        # rounded up
+        kv, scratch = (a - (n_ctx - start) * (a - b) // (end - start) for a, b in pairs)
         return max(0, kv), max(0, scratch)
 
 

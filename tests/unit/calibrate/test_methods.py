@@ -51,7 +51,7 @@ def test_types_that_need_importance_are_refused_without(kind, ggml):
     with pytest.raises(errors.QuantizeError, match="needs an importance matrix"):
         ggml.quantize(kind, matrix()[0])
     with pytest.raises(
-        errors.QuantizeError, match=r"importance matrix: .moe-edge pack. makes one \(--method"
+        errors.QuantizeError, match=r"importance matrix: let .moe-edge pack. make one \(--method"
     ):
         parse_tiers([kind.tier_name])
     assert parse_tiers([kind.tier_name], importance=True) == [kind]

@@ -341,14 +341,14 @@ def test_a_plan_has_a_context(model):
 
 
 def test_what_was_counted_is_on_lines_between_contexts():
-    """Exactly what was counted where it was; rounded up between; in a straight line beyond."""
+    """Exactly what was counted where it was, in whole steps of cells; in a straight line beyond."""
 
     def count(n_ctx, n_tokens):
         return (3 * n_ctx, 1000 + n_ctx // 2) if n_tokens == 64 else None
 
     counted = Counted.of([(512, 64), (1024, 64), (256, 64), (256, 128)], count)
     assert [counted.at(n, 64) for n in (256, 512, 1024)] == [count(n, 64) for n in (256, 512, 1024)]
-    assert counted.at(513, 64) == (3 * 513, 1257)
+    assert counted.at(513, 64) == counted.at(768, 64) == count(768, 64)
     assert counted.at(2048, 64) == (3 * 2048, 2024)
     assert counted.at(0, 64) == (0, 1000)
     assert counted.at(512, 128) is None
