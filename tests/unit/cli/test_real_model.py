@@ -12,6 +12,7 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.chat.session import Session
+from orchestrator.cli.options import demo_model
 from orchestrator.config import Config
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
@@ -139,6 +140,30 @@ def test_ctrl_c_during_an_answer(model):
         assert len(session.messages) == 2
         assert list(session.answer("again"))
         assert session.last_stats.finish != "cancelled"
+
+
+ASKED = ("--temp=0", "--threads=1", "--json", "-p", "Tell me about Norway.")
+
+
+@pytest.mark.parametrize(
+    ("options", "finish"),
+    [
+        ((), "end"),
+        (("--max-tokens=3",), "length"),
+        (("--stop=Sweden",), "stop"),
+        (("--ctx=32",), "context"),
+    ],
+)
+def test_statistics_say_how_an_answer_ended(options, finish):
+    done = run("chat", "-m", demo_model(), *ASKED, *options)
+    answer = json.loads(done.stdout)
+    stats = answer["stats"]
+    assert stats["finish"] == finish
+    assert 0 < stats["ttft_ms"] and 0 < stats["tpot_ms_p50"] <= stats["tpot_ms_p99"]
+    if finish == "end":  # its token is not counted: a limit of as many tokens gives the same text
+        cut = run("chat", "-m", demo_model(), *ASKED, f"--max-tokens={stats['tokens']}")
+        assert json.loads(cut.stdout)["text"] == answer["text"]
+        assert json.loads(cut.stdout)["stats"]["finish"] == "length"
 
 
 QUESTION = "Where do the experts of a model lie, and who reads them? " * 6
