@@ -11,5 +11,5 @@ RETENTION = 0.75
 
 
 def test_every_run_counts_the_same(device, emulated):
-    """counts.json is what count_rows returned. A change of the counts that is wanted replaces it."""
+    """counts.json holds what count_rows returned. A wanted change of the counts replaces it."""
     assert count_rows(device.library, RETENTION, print) == json.loads(GOLDEN.read_text())
