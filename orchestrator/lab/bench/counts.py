@@ -44,7 +44,7 @@ TESTS = ROOT / "tests/native/cuda"  # of a checkout
 # the CPU, and their sizes do not change what is launched.
 SHAPE = replace(synthetic.preset("tiny-qwen3moe"), n_layer=3, n_expert=128, n_expert_used=8)
 SHARE = 0.25  # of the experts on the GPU
-PROMPT_TOKENS, SETTLE_STEPS, STEPS = 8, 3, 4
+PROMPT_TOKENS, SETTLE_STEPS, STEPS = 4, 2, 2
 SECONDS = 1800.0  # the emulated GPU is slow
 UPSTREAM = "upstream, all on GPU"
 STORE = {
