@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         found = [Results(path) for path in args.files]
         print("\n\n".join(table(each) for each in found))
         if args.draw is not None:
-            draw(args.draw, NAME, [panel(each) for each in found], 1)
+            rows = 2 if len(found) > 2 and len(found) % 2 == 0 else 1
+            draw(args.draw, NAME, [panel(each) for each in found], rows)
     except (MoeEdgeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
