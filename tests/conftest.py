@@ -52,7 +52,9 @@ REST = {
         r"tests/unit/lab/study/test_(every_study|placed_rows|recorder|votes_study|uniform_types)\.py",
         r"tests/unit/eval/test_(lm_eval|within_memory)\.py",
     ),
-    "how the demo model was made: nothing that runs needs it": (r"tests/unit/test_demo_",),
+    "how the demo model and the model of real weights are made: nothing that runs needs it": (
+        r"tests/unit/test_(demo|real)_",
+    ),
     "soaks: the same requests for longer, and signals at random moments of every command": (
         r"tests/unit/serve/test_serving\.py::test_(clients_at_once|memory_does_not)",
         r"tests/unit/cli/test_interrupts\.py::test_a_signal_ends_a_command_quietly",

@@ -1,9 +1,12 @@
-"""Two studies of precision in prompts: `python -m models.real.studies MODEL NAME --text FILE`.
+"""Three studies of precision: `python -m models.real.studies MODEL NAME --text FILE`.
 
 `depth` has one layer in the low precision and all others in the best one (DyMoE's Figure 5).
 `hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
-`moe-edge eval --study depth` and `--study critical` measure the same token by token, which takes
-much longer on 30 layers. In `depth`, no choice depends on a token, so both give the same.
+`mixes` has the high precision with the low one and with skipping (Tables 1 and 2, a part).
+
+`moe-edge eval --study` has all of them in full. These are shorter, because 30 layers take long.
+`depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so that
+token by token gives the same. `mixes` decides token by token.
 """
 
 from __future__ import annotations
@@ -20,14 +23,13 @@ from orchestrator.config import Config
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.eval.judge import Reference
 from orchestrator.lab.eval.run import EvalOptions, best_config, read_reference
-from orchestrator.lab.study.dymoe import KINDS, SPREADS, Critical, Depth
-from orchestrator.lab.study.study import Case
+from orchestrator.lab.study.dymoe import SPREADS, Accuracy, Critical, Depth
+from orchestrator.lab.study.study import Case, Study
 from orchestrator.lab.study.subject import Subject
 from orchestrator.runtime.runtime import Runtime
 
 RETENTIONS = (0.75, 0.9)
-_KINDS = {kind for kind, _, _ in KINDS[True]} - {"heavy hitters, exact"}
-_LABELS = {f"{kind}, {SPREADS['cosine']}" for kind in _KINDS}
+_LABELS = [f"{kind}, {SPREADS['cosine']}" for kind in ("heavy hitters", "total load")]
 
 
 class Prompts(Subject):
@@ -61,7 +63,23 @@ class Hitters(Critical):
         ]
 
 
-STUDIES = {"depth": DepthOfPrompts, "hitters": Hitters}
+class Mixes(Accuracy):
+    """The high and the low tier alone and mixed, at two retention ratios."""
+
+    def cases(self, on: Subject) -> list[Case]:
+        """Return a part of the cases of Accuracy."""
+        return [
+            case
+            for case in super().cases(on)
+            if case.row.get("tier") in (on.high, on.low) or case.row.get("retention") in RETENTIONS
+        ]
+
+
+STUDIES: dict[str, tuple[type[Study], type[Subject]]] = {
+    "depth": (DepthOfPrompts, Prompts),
+    "hitters": (Hitters, Prompts),
+    "mixes": (Mixes, Subject),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
             model=args.model, high_tier=args.high, low_tier=args.low, threads=args.threads
         )
         options = EvalOptions(text=args.text, tokens=args.tokens, window=args.window)
-        on = Prompts(config, options, report)
-        for table in STUDIES[args.study]().measure(on).tables:
+        study, subject = STUDIES[args.study]
+        for table in study().measure(subject(config, options, report)).tables:
             if table.rows:
                 print(table.text(), flush=True)
     except (GGUFError, MoeEdgeError, OSError) as error:

@@ -76,10 +76,13 @@ class Choice:
         return f"{self.way} {self.level:g}" if self.way else "whole"
 
 
-CHOICES = (
-    *(Choice(way, level) for way in WAYS for level in LEVELS),
-    *(Choice(BIAS, level) for level in BIASES),
-)
+def choices(levels: Sequence[float], biases: Sequence[float]) -> list[Choice]:
+    """Return every configuration that is measured: each way at each level, and the biases."""
+    ways = [Choice(way, level) for way in WAYS for level in levels]
+    return ways + [Choice(BIAS, level) for level in biases]
+
+
+CHOICES = choices(LEVELS, BIASES)
 
 
 class Experts:
@@ -327,9 +330,12 @@ def measure(
     seconds: float,
     stepped: bool = False,
     threads: int | None = None,
+    asked: Sequence[Choice] = CHOICES,
 ) -> list[dict[str, Any]]:
-    """Return one record for each window: for each choice the sums over its tokens. Continues after
-    `known`, and ends early after `seconds`."""
+    """Return one record for each window, with sums over its tokens for each choice of `asked`.
+
+    Continues after `known`, and ends early after `seconds`.
+    """
     decider = Decider(experts, layers)
     started, length = time.monotonic(), max(map(len, windows))
     found = list(known)
@@ -348,7 +354,7 @@ def measure(
             base = read(window)
             p, target = np.exp(base), (np.arange(len(window) - 1), window[1:])
             record: dict[str, Any] = {"tokens": len(window) - 1, "nll": float(-base[target].sum())}
-            for choice in CHOICES:
+            for choice in asked:
                 decider.choice, decider.waited, decider.missed = choice, 0, 0
                 other = read(window)
                 record[choice.label] = {
@@ -375,6 +381,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resident", type=int, help="resident experts of a layer [default: half]")
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--window", type=int, default=128, help="tokens of each document")
+    parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="shares left out")
+    parser.add_argument("--biases", type=float, nargs="*", default=BIASES)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after these, resumably")
     parser.add_argument("--stepped", action="store_true", help="evaluate token by token")
     parser.add_argument("--threads", type=int, help="compute threads [default: free cores]")
@@ -404,6 +412,7 @@ def main(argv: list[str] | None = None) -> int:
             args.seconds,
             args.stepped,
             args.threads,
+            choices(args.levels, args.biases),
         )
     except (GGUFError, MoeEdgeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -419,6 +428,8 @@ def main(argv: list[str] | None = None) -> int:
         "n_expert": experts.n_expert,
         "n_used": experts.n_used,
         "squared_correlation": squared,
+        "levels": args.levels,
+        "biases": args.biases,
         "windows": records,
     }
     write_whole(args.out, json.dumps(result))

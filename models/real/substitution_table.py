@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from gguf_tools.columns import aligned
 from models.real.judge import DRAWS
-from models.real.substitution import BIAS, BIASES, CHOICES, LEVELS, SKIP, WAYS, Choice
+from models.real.substitution import BIAS, SKIP, WAYS, Choice, choices
 from orchestrator.errors import ConfigError, MoeEdgeError
 from orchestrator.lab.plotting import Line, Panel, draw
 
@@ -36,6 +36,8 @@ class Results:
         try:
             self.found: dict[str, Any] = json.loads(path.read_text())
             self.windows: list[dict[str, Any]] = self.found["windows"]
+            self.levels: list[float] = self.found["levels"]
+            self.biases: list[float] = self.found["biases"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: no results of models.real.substitution") from error
         if not self.windows:
@@ -58,7 +60,7 @@ class Results:
 
         Skipping's is interpolated between its levels, and from nothing skipped.
         """
-        skips = [Choice(SKIP, level) for level in sorted(LEVELS, reverse=True)]
+        skips = [Choice(SKIP, level) for level in sorted(self.levels, reverse=True)]
         waited = np.stack(
             [*(self.of(each, "waited") for each in skips), self.of(skips[0], "missed")]
         )
@@ -97,7 +99,7 @@ def shown(draws: Values, digits: int = 2) -> str:
 def table(results: Results) -> str:
     """Return the results as a table."""
     rows = [["", "waited for", "KL, nats", "KL over skip", "perplexity", "same top token"]]
-    for choice in CHOICES:
+    for choice in choices(results.levels, results.biases):
         share = results.of(choice, "waited")[0] / results.of(choice, "missed")[0]
         rows.append(
             [
@@ -120,13 +122,17 @@ def table(results: Results) -> str:
 def panel(results: Results) -> Panel:
     """Return the KL divergences over the share of missing experts that are waited for."""
     lines = []
-    for way, levels in (*((way, LEVELS) for way in WAYS), (BIAS, BIASES)):
-        choices = [Choice(way, level) for level in levels]
+    drawn = [*((way, results.levels) for way in WAYS), (BIAS, results.biases)]
+    for way, levels in drawn:
+        each_level = [Choice(way, level) for level in levels]
         x = [
             100 * float(results.of(each, "waited")[0] / results.of(each, "missed")[0])
-            for each in choices
+            for each in each_level
         ]
-        y = [[float(kl[0]), float(kl.std())] for kl in (results.of(each, "kl") for each in choices)]
+        y = [
+            [float(kl[0]), float(kl.std())]
+            for kl in (results.of(each, "kl") for each in each_level)
+        ]
         lines.append(Line(way, x, y, dashed=way == BIAS))
     return Panel(
         "missing experts that are waited for, %",
@@ -149,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         found = [Results(path) for path in args.files]
         print("\n\n".join(table(each) for each in found))
         if args.draw is not None:
-            draw(args.draw, NAME, [panel(each) for each in found], 1)
+            rows = 2 if len(found) > 2 and len(found) % 2 == 0 else 1
+            draw(args.draw, NAME, [panel(each) for each in found], rows)
     except (MoeEdgeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

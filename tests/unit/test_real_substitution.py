@@ -118,6 +118,7 @@ def test_a_run_continues_and_becomes_a_table(model, tmp_path):
     assert len(records) == 3 and records[0] is one[0]
     file = tmp_path / "found.json"
     head = {"model": "m", "text": "t", "resident": 2, "n_expert": 4, "n_used": 2}
+    head |= {"levels": s.LEVELS, "biases": s.BIASES}
     file.write_text(json.dumps(head | {"squared_correlation": [0.1, 0.2], "windows": records}))
     results = Results(file)
     assert results.over_skip(s.Choice(s.SKIP, 1.0))[0] == pytest.approx(1)
@@ -126,7 +127,9 @@ def test_a_run_continues_and_becomes_a_table(model, tmp_path):
     assert len(panel(results).lines) == len(s.WAYS) + 1
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"windows": []}', "[1]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"windows": []}', '{"windows": [], "levels": [], "biases": []}', "[1]"]
+)
 def test_a_file_that_has_no_results(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=r"x\.json: no "):

@@ -159,7 +159,7 @@ def test_statistics_say_how_an_answer_ended(options, finish):
     answer = json.loads(done.stdout)
     stats = answer["stats"]
     assert stats["finish"] == finish
-    assert 0 < stats["ttft_ms"] and 0 < stats["tpot_ms_p50"] <= stats["tpot_ms_p99"]
+    assert stats["ttft_ms"] > 0 and stats["tpot_ms_p99"] >= stats["tpot_ms_p50"] > 0
     if finish == "end":  # its token is not counted: a limit of as many tokens gives the same text
         cut = run("chat", "-m", demo_model(), *ASKED, f"--max-tokens={stats['tokens']}")
         assert json.loads(cut.stdout)["text"] == answer["text"]
