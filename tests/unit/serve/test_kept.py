@@ -11,8 +11,7 @@ from command_line import run
 from served import serving
 from waiting import wait_until
 
-from orchestrator.runtime.prompt_copies import PromptFolder
-from orchestrator.runtime.steps import Mark
+from orchestrator.runtime.prompt_copies import Mark, PromptFolder
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
