@@ -12,6 +12,7 @@ from itertools import pairwise
 from time import monotonic
 from typing import Any
 
+from gguf_tools.errors import ChangedError
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import GenerationStats, percentile
 from orchestrator.native import NativeRequest
@@ -69,12 +70,15 @@ class Answer:
         failure: Callable[[], str | None],
         tokens_done: Callable[[], float],
         stop_of: Callable[[], tuple[str, bool]],
+        changed: Callable[[], str],
+        too_long: str,
     ) -> None:
         """answer: runs the request to its end on the answer's thread. Its arguments are the answer
         and a file descriptor, to which it writes when something has come. costs: returns the costs
         until now. failure: returns why the last step failed. tokens_done: returns the computed
         tokens of the running step. stop_of: returns, after the end, the cause of it ("end", "word"
-        or "limit") and whether the context was full.
+        or "limit") and whether the context was full. changed: returns a sentence if a model file
+        was written to, else "". too_long: ends the sentence about a prompt that does not fit.
 
         Raises OSError if no file descriptors or threads are left; the request is closed then.
         """
@@ -82,6 +86,7 @@ class Answer:
         self.is_shared = False  # whether other answers decoded at the same time
         self._request, self._costs, self._failure = request, costs, failure
         self._tokens_done, self._stop_of = tokens_done, stop_of
+        self._changed, self._too_long = changed, too_long
         self._final: dict[str, Any] | None = None
         self._is_cancelled = False
         self._ended = threading.Event()
@@ -195,7 +200,8 @@ class Answer:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the JSON of each event of a stream, or that of an answer which is none.
 
-        Raises what error says, and NativeError or ConfigError for an answer that failed.
+        Raises what error says, NativeError or ConfigError for an answer that failed, and
+        ChangedError if a model file was written to, because the answer is wrong then.
         """
         pace = Pace()
         is_all = False
@@ -205,6 +211,8 @@ class Answer:
             elif not self._ended.is_set():
                 self.wait()
             text, is_all = self.take()
+            if sentence := self._changed():
+                raise ChangedError(sentence)
             if text:
                 pace.came()
             else:
@@ -238,7 +246,7 @@ class Answer:
         if error.get("type") == "exceed_context_size_error":
             return ConfigError(
                 f"the prompt has {error.get('n_prompt_tokens')} tokens, the context holds "
-                f"{error.get('n_ctx')}: shorten it, or raise --ctx"
+                f"{error.get('n_ctx')}{self._too_long}"
             )
         if error.get("code") == 400:
             return ConfigError(message)

@@ -234,6 +234,13 @@ class Runtime(Closing):
         return min(own, n_cells)
 
     @property
+    def _too_long(self) -> str:
+        """How the sentence about a prompt ends that the context does not hold: with a remedy."""
+        if self._slot_context == self._model.hparams.context_length:
+            return ", and the model was made for no more: shorten it"
+        return ": shorten it, or raise --ctx"
+
+    @property
     def about(self) -> About:
         """The properties of the loaded model."""
         model, loaded = self._model, self._loaded
@@ -334,7 +341,10 @@ class Runtime(Closing):
             return stop, is_full
 
         try:
-            return Answer(request, answer, costs, self._failure, driver.tokens_done, stop_of)
+            return Answer(
+                *(request, answer, costs, self._failure, driver.tokens_done, stop_of),
+                *(self.fault, self._too_long),
+            )
         except OSError:
             self._requests.discard(request)
             raise

@@ -3,13 +3,13 @@
 import os
 import shutil
 from contextlib import closing
+from itertools import count
 
 import pytest
 from answering import answered, submitted
 
 from gguf_tools.errors import ChangedError
 from orchestrator.config import Config
-from orchestrator.errors import NativeError
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
 
@@ -63,25 +63,30 @@ def opened(path, how, progress=None, answering=None):
 @pytest.mark.parametrize("how", RUNS)
 def test_it_is_said(path, how, call):
     answering = Answering() if call is answer else None
-    error = NativeError if call is answer else ChangedError
     with opened(path, how, answering=answering) as runtime:
         call(runtime)
         overwrite(path)
         for _ in range(2):
-            with pytest.raises(error, match=rf"{path} was written to while it is in use"):
+            with pytest.raises(ChangedError, match=rf"{path} was written to while it is in use"):
                 call(runtime)
 
 
 def test_in_the_middle_of_an_answer(path):
-    with (
-        opened(path, "managed", answering=Answering()) as runtime,
-        closing(submitted(runtime, PROMPT, 200, stream=True, ignore_eos=True)) as answer,
-    ):
-        events = iter(answer)
-        next(events)
-        overwrite(path)
-        with pytest.raises(NativeError, match="was written to"):
-            list(events)
+    with opened(path, "managed", answering=Answering()) as runtime:
+        inside, calls = runtime.inside, count()
+
+        def route(event):
+            if next(calls) == 40:
+                overwrite(path)
+            inside.driver.on_route(event)
+
+        inside.store.set_route(route)
+        with (
+            closing(submitted(runtime, PROMPT, 200, stream=True, ignore_eos=True)) as answer,
+            pytest.raises(ChangedError, match="was written to"),
+        ):
+            list(answer)
+        assert next(calls) > 40
 
 
 def test_while_it_loads(path):

@@ -21,7 +21,8 @@ def test_it_takes_what_the_plan_says_and_logits_are_near(shape, tiny_model):
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as runtime, runtime.evaluator() as e:
             logits[kv] = e.eval(TOKENS, 0)[-1]
-            taken[kv] = e.inside.loaded.steps.state.n_bytes()
+            context = e.inside.context
+            taken[kv] = context.api.llama_state_seq_get_size(context.handle, 0)
             planned[kv] = e.plan.kv_bytes
             assert (" in q8_0" in runtime.mode) == (kv == "q8_0")
     assert planned["q8_0"] * 32 == planned["f16"] * 17

@@ -1,22 +1,27 @@
 """No prompt is read twice: turns, other conversations in between, a restart."""
 
+import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from answering import evaluated, first_logits
-from orchestrator.runtime.texts import ChatTemplate
+from served import library_path
 
-from .conftest import opened
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
+
+from .conftest import build
 
 DRAWN = np.random.default_rng(0).integers(10, 300, (6, 200)).tolist()
 FIRST, OTHER, THIRD, QUESTION, ANOTHER, SYSTEM = DRAWN
 MIB = 2**20
-CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}}
+CALL = {"function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 3}'}}
 CALLED = [
     {"role": "user", "content": "What is the weather in Oslo?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": '{"celsius": [-3, 1.5, 0]}'},
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", **CALL}]},
+    {"role": "tool", "tool_call_id": "a", "content": '{"celsius": [-3, 1.5, 0]}'},
 ]
 TOOLS = Path(__file__).parents[1] / "unit/serve/tools.jinja"
 
@@ -26,100 +31,120 @@ def path(library, tiny_model):
     return tiny_model("qwen3moe", "q8_0", "q4_k", "q2_k", seed=1)
 
 
-def open_engine(path, **settings):
+def opened(path, notes=None, **settings):
+    """The runtime of a chat. notes: gets its sentences for the user."""
+    library_path()
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
-    return opened(path, **(usual | settings))
+    config = build(path, **(usual | settings))
+    say = print if notes is None else notes.append
+    answering = Answering(chat_template=TOOLS.read_text(), reads_ahead=False)
+    return Runtime.open(config, answering=answering, say=say)
 
 
 @pytest.fixture
-def engine(path):
-    with open_engine(path) as opened:
-        yield opened
+def runtime(path):
+    with opened(path) as made:
+        yield made
 
 
-def said(engine, prompt):
-    """The conversation so far, with an answer to the prompt, all of it read."""
-    evaluated(engine, prompt)
-    return list(engine._steps.cached)
+def held(runtime):
+    """The tokens that the conversation's sequence holds."""
+    return runtime._core.tokens(0)
 
 
-def test_a_further_turn_the_same_again_and_an_edited_message(engine):
-    before = said(engine, FIRST)
-    assert evaluated(engine, before + QUESTION[:30]) == 30
-    assert evaluated(engine, before + QUESTION[:30]) == 1
-    assert evaluated(engine, before + ANOTHER[:20]) == 20
-    assert not engine._shelf.all()  # nothing but answers and a message was taken back
-    engine.set_policy("lru")  # what that does not change is kept
-    assert evaluated(engine, before + QUESTION[:30]) == 30
+def said(runtime, prompt):
+    """The conversation so far: a prompt and its answer, but for the last token, which no step has
+    read."""
+    evaluated(runtime, prompt)
+    return held(runtime)
+
+
+def rendered(runtime, messages):
+    """The tokens of a conversation as the chat template has it."""
+    body = json.dumps({"messages": messages}).encode()
+    with closing(runtime.submit(body, "/apply-template")) as answer:
+        (made,) = answer
+    return runtime.vocabulary.tokenize(made["prompt"], add_special=True, parse_special=True)
+
+
+def test_a_further_turn_the_same_again_and_an_edited_message(runtime):
+    before = said(runtime, FIRST)
+    assert len(before) > 200
+    assert evaluated(runtime, before + QUESTION[:30]) == 30
+    assert evaluated(runtime, before + QUESTION[:30]) == 1
+    assert evaluated(runtime, before + ANOTHER[:20]) == 20
+    assert runtime._core.match(0, before + QUESTION[:30]) == (len(before), False)
 
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "plain"])
 def test_another_conversation_in_between(path, policy):
     memory = {"expert_ram": None} if policy == "plain" else {}
-    with open_engine(path, policy=policy, **memory) as engine:
-        first = said(engine, FIRST)
-        assert evaluated(engine, OTHER) == 200
-        assert evaluated(engine, first + QUESTION[:30]) == 30
-        assert evaluated(engine, [*OTHER, 11, 12]) == 2
-        assert engine._shelf.used_bytes <= engine.plan.prompt_bytes
+    with opened(path, policy=policy, **memory) as runtime:
+        first = said(runtime, FIRST)
+        assert evaluated(runtime, OTHER) == 200
+        assert evaluated(runtime, first + QUESTION[:30]) == 30
+        assert evaluated(runtime, [*OTHER, 11, 12]) == 2
 
 
-def test_a_prefix_that_many_share_is_read_once(engine):
+def test_a_prefix_that_many_share_is_read_once(runtime):
     for text in (FIRST, OTHER, THIRD):
-        evaluated(engine, SYSTEM + text)
-    assert evaluated(engine, SYSTEM + QUESTION) == 200
-    assert evaluated(engine, SYSTEM + FIRST + [9]) == 1
-    evaluated(engine, ANOTHER)
-    assert evaluated(engine, SYSTEM + ANOTHER[:50]) == 50
+        evaluated(runtime, SYSTEM + text)
+    assert evaluated(runtime, SYSTEM + QUESTION) == 200
+    assert evaluated(runtime, SYSTEM + FIRST + [9]) == 1
+    evaluated(runtime, ANOTHER)
+    assert evaluated(runtime, SYSTEM + ANOTHER[:50]) == 50
     # The copy that this one began with is still there.
     for text in (FIRST, OTHER, THIRD, QUESTION):
-        assert evaluated(engine, SYSTEM + text) <= 1
+        assert evaluated(runtime, SYSTEM + text) <= 1
 
 
-@pytest.mark.parametrize(("cache_ram", "n_kept"), [(600 * 2**10, 1), (None, 0)])
+@pytest.mark.parametrize(("cache_ram", "n_kept"), [(MIB, 1), (0, 0)])
 def test_conversations_stay_within_the_memory_that_is_set_aside(path, cache_ram, n_kept):
-    with open_engine(path, cache_ram=cache_ram) as engine:
-        assert engine.plan.prompt_bytes == (cache_ram or 0)
+    """A conversation of 200 tokens takes 0.4 MiB."""
+    with opened(path, cache_ram=cache_ram) as runtime:
+        assert runtime.plan.prompt_bytes == cache_ram
         for text in (FIRST, OTHER, THIRD, ANOTHER):
-            evaluated(engine, text)
-            assert engine._shelf.used_bytes <= (cache_ram or 0)
-        assert len(engine._shelf.all()) == n_kept
-        assert evaluated(engine, THIRD) == (1 if n_kept else 200)
-        assert evaluated(engine, FIRST) == 200
+            evaluated(runtime, text)
+            assert runtime.inside.driver.prompts <= cache_ram
+        assert evaluated(runtime, THIRD) == (1 if n_kept else 200)
+        assert evaluated(runtime, FIRST) == 200
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
-    """From memory, and behind a restart from the disk; also where a template has written the
+    """From memory, and from the disk after a restart; also where the template has written the
     arguments of a call and the tool's answer."""
     prompt, further = FIRST, QUESTION[:30]
-    with open_engine(path) as engine:
+    with opened(path) as runtime:
         if with_tools:
-            prompt = engine.tokenize(ChatTemplate(TOOLS.read_text(), "", "").render(CALLED))
-            further = engine.tokenize("And in Bergen?<|im_end|>", special=False)
-        known = said(engine, prompt)
-        expected = first_logits(engine, known + further)
+            prompt = rendered(runtime, CALLED)
+            words = "And in Bergen?<|im_end|>"
+            further = runtime.vocabulary.tokenize(words, add_special=False, parse_special=False)
+        known = said(runtime, prompt)
+        expected = first_logits(runtime, known + further)
 
-    def goes_on(engine):
-        np.testing.assert_array_equal(first_logits(engine, known + further), expected)
-        assert engine.last_stats.evaluated_tokens == len(further)
+    def goes_on(runtime):
+        assert evaluated(runtime, known + further, 1) == len(further)
+        np.testing.assert_array_equal(runtime.inside.context.logits(), expected)
 
-    with open_engine(path) as engine:
-        assert said(engine, prompt) == known
-        evaluated(engine, OTHER)
-        goes_on(engine)
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        assert said(engine, prompt) == known
-        evaluated(engine, OTHER)
+    with opened(path) as runtime:
+        assert said(runtime, prompt) == known
+        evaluated(runtime, OTHER)
+        goes_on(runtime)
+    with opened(path, prompt_cache=tmp_path) as runtime:
+        assert said(runtime, prompt) == known
+        evaluated(runtime, OTHER)
     assert len(list(tmp_path.iterdir())) == 2
-    with open_engine(path, prompt_cache=tmp_path, cache_ram=0) as engine:
-        goes_on(engine)
-        text = b"".join(map(engine.llama.piece, engine._steps.cached)).decode(errors="replace")
+    notes = []
+    with opened(path, notes, prompt_cache=tmp_path, cache_ram=0) as runtime:
+        goes_on(runtime)
+        text = b"".join(map(runtime.vocabulary.piece, held(runtime))).decode(errors="replace")
         for each in ('"arguments": {"city": "Oslo", "days": 3}}', '{"celsius": [-3, 1.5, 0]}'):
             assert (each in text) == with_tools
-        assert evaluated(engine, [*OTHER, 11, 12]) == 2
-        assert engine.prompt_notes() == []
-    # The first one in the place of what it goes on from; the other went apart from its answer.
+        assert evaluated(runtime, [*OTHER, 11, 12]) == 2
+    assert notes == []
+    # The first conversation replaced the file that it goes on from. The other one's prompt differs
+    # from the answer in its file, which stays.
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -133,36 +158,50 @@ def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
     ],
 )
 def test_other_settings_have_other_prompts(path, tmp_path, settings, n_read):
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        evaluated(engine, FIRST)
-    with open_engine(path, prompt_cache=tmp_path, **settings) as engine:
-        assert evaluated(engine, FIRST) == n_read
-        assert engine.prompt_notes() == []
+    notes = []
+    with opened(path, notes, prompt_cache=tmp_path) as runtime:
+        evaluated(runtime, FIRST)
+    with opened(path, notes, prompt_cache=tmp_path, **settings) as runtime:
+        assert evaluated(runtime, FIRST) == n_read
+    assert notes == []
+
+
+def test_settings_that_change_while_it_runs_have_other_prompts(path, tmp_path):
+    with opened(path, prompt_cache=tmp_path) as runtime:
+        evaluated(runtime, FIRST)
+        runtime.set(kv="q8_0")
+        assert evaluated(runtime, FIRST) == 200
+        runtime.set(kv="f16")
+        assert evaluated(runtime, FIRST) == 1
+        runtime.set(policy="firm")  # with one precision no policy changes what was computed
+        assert evaluated(runtime, FIRST) == 1
 
 
 def test_a_shorter_context_leaves_long_prompts_alone(path, tmp_path):
-    with open_engine(path, prompt_cache=tmp_path) as engine:
-        evaluated(engine, SYSTEM + FIRST)
-    with open_engine(path, prompt_cache=tmp_path, ctx=256) as engine:
-        assert evaluated(engine, SYSTEM + QUESTION[:20]) == 220
-        assert engine.prompt_notes() == []
+    notes = []
+    with opened(path, prompt_cache=tmp_path) as runtime:
+        evaluated(runtime, SYSTEM + FIRST)
+    with opened(path, notes, prompt_cache=tmp_path, ctx=256) as runtime:
+        assert evaluated(runtime, SYSTEM + QUESTION[:20]) == 220
     assert len(list(tmp_path.iterdir())) == 2
+    with opened(path, prompt_cache=tmp_path) as runtime:
+        assert evaluated(runtime, SYSTEM + FIRST) == 1
 
 
 def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path, tmp_path):
-    def counts():
-        state = engine.driver.save_sequence(0)
+    def counts(runtime):
+        state = runtime.inside.driver.save_sequence(0)
         return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
 
     settings = {"policy": "context", "expert_ram": 4 * MIB, "prompt_cache": tmp_path}
-    with open_engine(path, **settings) as engine:
-        evaluated(engine, FIRST)
-        first = counts()
-        evaluated(engine, OTHER)
-        other = counts()
+    with opened(path, **settings) as runtime:
+        evaluated(runtime, FIRST)
+        first = counts(runtime)
+        known = said(runtime, OTHER)
+        other = counts(runtime)
         assert not np.array_equal(first, other)
-        assert evaluated(engine, FIRST, 0) == 1
-        np.testing.assert_allclose(counts(), first, atol=20)
-    with open_engine(path, **settings) as engine:
-        assert evaluated(engine, OTHER, 0) == 1
-        np.testing.assert_allclose(counts(), other, atol=20)
+        assert evaluated(runtime, FIRST, 1) == 1
+        np.testing.assert_allclose(counts(runtime), first, atol=20)
+    with opened(path, **settings) as runtime:
+        assert evaluated(runtime, [*known, 11], 1) == 1
+        np.testing.assert_allclose(counts(runtime), other, atol=20)

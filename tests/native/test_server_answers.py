@@ -123,5 +123,3 @@ def test_a_template_gets_the_tokens_that_the_file_names(tmp_path, monkeypatch, r
     template.write_text("{{ bos_token }},{{ eos_token }},{{ messages[0].content }}")
     with serving(template=template, model=model, policy="plain") as made:
         assert answered(made, RENDER, messages=[USER])["prompt"] == f"{shown},{USER['content']}"
-        llama = made.vocabulary
-        assert f"{llama.named_token('bos')},{llama.named_token('eos')}" == shown

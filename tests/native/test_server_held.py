@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from .conftest import HANG_S
-from .servers import MIB, serving
-from .test_server_cancel import DYMOE, Held
+from .servers import MIB, posted, serving, whole
+from .test_server_cancel import DYMOE, Held, cancel_at_hold
 
 KEPT = {"policy": "lru", "high_tier": "q4_k", "expert_ram": 16 * MIB, "ctx": 1024}
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -17,42 +17,43 @@ ANSWER = "Norway is a country"
 
 
 @pytest.fixture(scope="module")
-def backend():
+def runtime():
     with serving(2, **KEPT, cache_ram=8 * MIB) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def empty(backend):
+def empty(runtime):
     """Each test begins with sequences and copies that hold nothing."""
     for sequence in range(2):
-        backend._native.forget(sequence)
+        runtime._core.forget(sequence)
 
 
-def tokens_of(backend, text):
-    return backend.engine.tokenize(text)
+def tokens_of(runtime, text):
+    return runtime.vocabulary.tokenize(text, add_special=True, parse_special=True)
 
 
-def letters(backend, text):
+def letters(runtime, text):
     """Other tokens for the same text: one for each letter."""
-    return [t for each in text for t in backend.engine.tokenize(each, special=False)]
+    tokenize = runtime.vocabulary.tokenize
+    return [t for each in text for t in tokenize(each, add_special=False, parse_special=False)]
 
 
-def request_for(backend, prompt, sequence=0, **data):
+def submitted(runtime, prompt, sequence=0, **data):
     body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "return_tokens": True, **data}
-    return backend.request("/completion", json.dumps(body).encode(), [sequence])
+    return posted(runtime, "/completion", [sequence], **body)
 
 
-def ask(backend, prompt, sequence=0, **data):
+def ask(runtime, prompt, sequence=0, **data):
     """(tokens of the prompt that were read, that were there, tokens of the answer)."""
-    status, text = request_for(backend, prompt, sequence, **data).whole()
+    status, text = whole(submitted(runtime, prompt, sequence, **data))
     assert status == 200, text
     answer = json.loads(text)
     return answer["timings"]["prompt_n"], answer["timings"]["cache_n"], answer["tokens"]
 
 
-def text_of(backend, tokens):
-    return b"".join(backend.engine.llama.piece(each, True) for each in tokens)
+def text_of(runtime, tokens):
+    return b"".join(runtime.vocabulary.piece(each, True) for each in tokens)
 
 
 # (what is held, a prompt, what is held of it): texts, letter by letter in braces.
@@ -86,7 +87,7 @@ AS_HELD = [
 ]
 
 
-def spelled(backend, text):
+def spelled(runtime, text):
     """Tokens of a text whose parts in braces have a token for each letter."""
     found = []
     for part in text.replace("}", "{").split("{"):
@@ -94,68 +95,68 @@ def spelled(backend, text):
     return [
         token
         for i, part in enumerate(found)
-        for token in (letters if i % 2 else tokens_of)(backend, part)
+        for token in (letters if i % 2 else tokens_of)(runtime, part)
     ]
 
 
 @pytest.mark.parametrize(("held", "prompt", "expected"), AS_HELD)
-def test_a_prompt_takes_the_tokens_that_are_held(backend, held, prompt, expected):
-    given, found = spelled(backend, prompt), spelled(backend, expected)
-    assert backend._native.as_held(given, spelled(backend, held)) == found
+def test_a_prompt_takes_the_tokens_that_are_held(runtime, held, prompt, expected):
+    given, found = spelled(runtime, prompt), spelled(runtime, expected)
+    assert runtime._core.as_held(given, spelled(runtime, held)) == found
 
 
-def test_tokens_that_the_vocabulary_lacks_change_nothing(backend):
-    given = tokens_of(backend, "Norway")
-    assert backend._native.as_held(given, [-1, 10**6]) == given
-    assert backend._native.as_held([*given, 10**6], [3]) == [*given, 10**6]
+def test_tokens_that_the_vocabulary_lacks_change_nothing(runtime):
+    given = tokens_of(runtime, "Norway")
+    assert runtime._core.as_held(given, [-1, 10**6]) == given
+    assert runtime._core.as_held([*given, 10**6], [3]) == [*given, 10**6]
 
 
-def test_an_answer_in_other_tokens_is_not_read_again(backend):
-    held = tokens_of(backend, USER.format("Where is it?")) + letters(backend, ANSWER)
-    ask(backend, held)
+def test_an_answer_in_other_tokens_is_not_read_again(runtime):
+    held = tokens_of(runtime, USER.format("Where is it?")) + letters(runtime, ANSWER)
+    ask(runtime, held)
     text = USER.format("Where is it?") + ANSWER + "<|im_end|>\n" + USER.format("And Peru?")
-    prompt = tokens_of(backend, text)
-    assert backend._native.reusable(0, prompt) == len(held)
-    n_read, n_cached, _ = ask(backend, prompt)
+    prompt = tokens_of(runtime, text)
+    assert runtime._core.reusable(0, prompt) == len(held)
+    n_read, n_cached, _ = ask(runtime, prompt)
     assert n_cached == len(held)
-    read = backend._native.tokens(0)
-    assert read[: len(held)] == held and text_of(backend, read) == text_of(backend, prompt)
+    read = runtime._core.tokens(0)
+    assert read[: len(held)] == held and text_of(runtime, read) == text_of(runtime, prompt)
     assert n_read == len(read) - len(held)
 
 
-def test_a_prompt_that_would_not_fit_in_the_held_tokens_is_left_alone(backend):
+def test_a_prompt_that_would_not_fit_in_the_held_tokens_is_left_alone(runtime):
     text = " ".join([ANSWER] * 60)
-    held = letters(backend, text)[:1000]
-    ask(backend, held)
-    prompt = tokens_of(backend, f"{text} {ANSWER}")
-    assert len(prompt) < 512 and ask(backend, prompt)[:2] == (len(prompt), 0)
+    held = letters(runtime, text)[:1000]
+    ask(runtime, held)
+    prompt = tokens_of(runtime, f"{text} {ANSWER}")
+    assert len(prompt) < 512 and ask(runtime, prompt)[:2] == (len(prompt), 0)
 
 
-def test_a_copy_in_memory_is_matched_by_text(backend):
-    first = tokens_of(backend, USER.format("Where is it?")) + letters(backend, ANSWER)
-    ask(backend, first)
-    other = tokens_of(backend, USER.format("Tell me about Peru, its mountains and its coast."))
-    assert backend._native.match(0, other)[1]  # another conversation
-    ask(backend, other)
+def test_a_copy_in_memory_is_matched_by_text(runtime):
+    first = tokens_of(runtime, USER.format("Where is it?")) + letters(runtime, ANSWER)
+    ask(runtime, first)
+    other = tokens_of(runtime, USER.format("Tell me about Peru, its mountains and its coast."))
+    assert runtime._core.match(0, other)[1]  # another conversation
+    ask(runtime, other)
     further = tokens_of(
-        backend,
+        runtime,
         USER.format("Where is it?") + ANSWER + "<|im_end|>\n" + USER.format("And Peru?"),
     )
-    assert backend._native.match(0, further) == (len(first), True)
-    assert ask(backend, further)[1] == len(first)
-    assert ask(backend, other)[0] == 1
+    assert runtime._core.match(0, further) == (len(first), True)
+    assert ask(runtime, further)[1] == len(first)
+    assert ask(runtime, other)[0] == 1
 
 
-def test_a_copy_stays_for_others_that_begin_as_it_does(backend):
-    system = tokens_of(backend, USER.format("You are a guide. " * 12))
+def test_a_copy_stays_for_others_that_begin_as_it_does(runtime):
+    system = tokens_of(runtime, USER.format("You are a guide. " * 12))
     texts = [
-        system + tokens_of(backend, f"{name}: where is it?") for name in ("Oslo", "Lima", "Cairo")
+        system + tokens_of(runtime, f"{name}: where is it?") for name in ("Oslo", "Lima", "Cairo")
     ]
     for text in texts:
-        ask(backend, text)
-    ask(backend, tokens_of(backend, "An entirely different text, about nothing in particular."))
+        ask(runtime, text)
+    ask(runtime, tokens_of(runtime, "An entirely different text, about nothing in particular."))
     for text in texts:
-        assert ask(backend, text)[0] == 1
+        assert ask(runtime, text)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -166,88 +167,80 @@ def test_a_copy_stays_for_others_that_begin_as_it_does(backend):
         ({"n_predict": 3, "logit_bias": [[2, 1000]]}, "end"),
     ],
 )
-def test_how_an_answer_ended_and_when_each_token_was_known(backend, data, stop):
-    prompt = tokens_of(backend, USER.format("Where is it?"))
-    request = request_for(backend, prompt, **data)
-    status, text = request.whole()
+def test_how_an_answer_ended_and_when_each_token_was_known(runtime, data, stop):
+    prompt = tokens_of(runtime, USER.format("Where is it?"))
+    running = submitted(runtime, prompt, **data)
+    status, text = whole(running)
     answer = json.loads(text)
-    times = request.token_times()
+    times = running._request.token_times()
     assert status == 200 and len(times) == answer["timings"]["predicted_n"]
     assert times == sorted(times) and times[0] > 0
     assert times[-1] - times[0] == pytest.approx(
         1000 * answer["timings"]["predicted_ms"], abs=20_000
     )
-    look = backend._native.look(0)
+    look = runtime._core.look(0)
     assert look == (len(prompt) + len(times) - 1, stop, False)
 
 
-def test_an_answer_that_fills_the_context_says_so(backend):
+def test_an_answer_that_fills_the_context_says_so(runtime):
     with serving(**KEPT | {"ctx": 128}) as small:
         ask(small, tokens_of(small, ANSWER), n_predict=-1, ignore_eos=True)
-        assert small._native.look(0)[1:] == ("limit", True)
+        assert small._core.look(0)[1:] == ("limit", True)
         ask(small, tokens_of(small, ANSWER))
-        assert small._native.look(0)[1:] == ("limit", False)
+        assert small._core.look(0)[1:] == ("limit", False)
 
 
 def test_a_cancelled_answer_did_not_end_by_itself(monkeypatch):
-    with serving(**DYMOE) as backend:
-        held = Held(backend.engine.policy, monkeypatch)
-        ask(backend, tokens_of(backend, ANSWER))
+    with serving(**DYMOE) as runtime:
+        held = Held(runtime.inside.policy, monkeypatch)
+        ask(runtime, tokens_of(runtime, ANSWER))
         held.hold(0)
-        request = request_for(backend, tokens_of(backend, ANSWER), n_predict=40, ignore_eos=True)
-        thread = threading.Thread(target=request.run)
-        thread.start()
-        assert held.reached.wait(HANG_S)
-        request.cancel()
-        held.go_on.set()
-        thread.join(HANG_S)
-        backend._native.settle()
-        assert backend._native.look(0).stop == "none"
+        prompt = tokens_of(runtime, ANSWER)
+        cancel_at_hold(held, submitted(runtime, prompt, n_predict=40, ignore_eos=True))
+        runtime._core.settle()
+        assert runtime._core.look(0).stop == "none"
 
 
 def test_work_on_a_slot_waits_for_its_answer_and_for_no_other(monkeypatch):
-    with serving(2, **DYMOE) as backend:
-        native, held = backend._native, Held(backend.engine.policy, monkeypatch)
-        prompt = tokens_of(backend, ANSWER)
-        ask(backend, prompt, 1)
+    with serving(2, **DYMOE) as runtime:
+        core, held = runtime._core, Held(runtime.inside.policy, monkeypatch)
+        prompt = tokens_of(runtime, ANSWER)
+        ask(runtime, prompt, 1)
         held.hold(0)
-        answering = [
-            threading.Thread(target=request_for(backend, prompt, n_predict=n, ignore_eos=True).run)
-            for n in (8, 1)
-        ]
-        for each in answering:
-            each.start()
+        answers = [submitted(runtime, prompt, n_predict=n, ignore_eos=True) for n in (8, 1)]
         assert held.reached.wait(HANG_S)
         found = {}
         asking = [
-            threading.Thread(target=lambda n=n: found.setdefault(n, len(native.tokens(n))))
+            threading.Thread(target=lambda n=n: found.setdefault(n, len(core.tokens(n))))
             for n in range(2)
         ]
         for each in asking:
             each.start()
         held.go_on.set()
-        for each in (*asking, *answering):
+        for each in asking:
             each.join(HANG_S)
             assert not each.is_alive()
+        for each in answers:
+            whole(each)
         # Of the answer that decodes now, the last token is not read.
         assert found[1] == len(prompt)
         assert found[0] in (len(prompt) + 7, len(prompt))
 
 
-def test_a_file_holds_the_answer_and_more_may_follow_in_it(backend, tmp_path):
-    prompt = tokens_of(backend, USER.format("Where is it?"))
-    ask(backend, prompt, n_predict=6, ignore_eos=True)
-    native, path = backend._native, tmp_path / "kept"
-    held = native.tokens(0)
-    n_bytes, n_tokens, marks = native.save(0, path)
+def test_a_file_holds_the_answer_and_more_may_follow_in_it(runtime, tmp_path):
+    prompt = tokens_of(runtime, USER.format("Where is it?"))
+    ask(runtime, prompt, n_predict=6, ignore_eos=True)
+    core, path = runtime._core, tmp_path / "kept"
+    held = core.tokens(0)
+    n_bytes, n_tokens, marks = core.save(0, path)
     assert (n_tokens, marks) == (len(held), []) and n_bytes == path.stat().st_size
     with path.open("ab") as file:
         file.write(bytes(100))
-    assert native.forget(0) and native.tokens(0) == []
-    assert native.restore(0, path) and native.tokens(0) == held
-    assert ask(backend, [*held, 67])[0] == 1
-    assert not native.restore(0, tmp_path / "missing")
-    assert native.tokens(0) == []
+    assert core.forget(0) and core.tokens(0) == []
+    assert core.restore(0, path) and core.tokens(0) == held
+    assert ask(runtime, [*held, 67])[0] == 1
+    assert not core.restore(0, tmp_path / "missing")
+    assert core.tokens(0) == []
 
 
 def test_what_a_policy_knows_goes_with_the_tokens():
@@ -258,34 +251,34 @@ def test_what_a_policy_knows_goes_with_the_tokens():
         notes.append(len(notes))
         return b"%d" % notes[-1]
 
-    with serving(**KEPT, cache_ram=8 * MIB) as backend:
-        backend._native.keep_notes(noted, lambda sequence, state: said.append((sequence, state)))
-        first = tokens_of(backend, USER.format("Where is it, and who lives there?"))
-        other = tokens_of(backend, "An entirely different text, about nothing in particular.")
-        ask(backend, first, n_predict=4, ignore_eos=True)
+    with serving(**KEPT, cache_ram=8 * MIB) as runtime:
+        runtime._core.keep_notes(noted, lambda sequence, state: said.append((sequence, state)))
+        first = tokens_of(runtime, USER.format("Where is it, and who lives there?"))
+        other = tokens_of(runtime, "An entirely different text, about nothing in particular.")
+        ask(runtime, first, n_predict=4, ignore_eos=True)
         assert (len(notes), said) == (1, [])  # where the answer begins
-        ask(backend, first, n_predict=4, ignore_eos=True)
+        ask(runtime, first, n_predict=4, ignore_eos=True)
         assert (len(notes), said) == (3, [(0, b"0")])
-        held = backend._native.tokens(0)
-        ask(backend, other, n_predict=4, ignore_eos=True)
+        held = runtime._core.tokens(0)
+        ask(runtime, other, n_predict=4, ignore_eos=True)
         assert (len(notes), said) == (5, [(0, b"0")])  # another conversation takes nothing over
-        assert ask(backend, [*held, 67], n_predict=1)[0] == 1
+        assert ask(runtime, [*held, 67], n_predict=1)[0] == 1
         # What was known at the end of the first conversation, before the other one.
         assert said[1:] == [(0, b"3")]
 
 
 def test_a_copy_brings_back_what_context_counted():
-    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as backend:
+    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as runtime:
 
         def counts():
-            state = backend.engine.driver.save_sequence(0)
+            state = runtime.inside.driver.save_sequence(0)
             return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
 
-        first = tokens_of(backend, USER.format("Where is it, and who lives there? " * 8))
-        other = tokens_of(backend, "An entirely different text, about nothing in particular. " * 8)
-        ask(backend, first)
+        first = tokens_of(runtime, USER.format("Where is it, and who lives there? " * 8))
+        other = tokens_of(runtime, "An entirely different text, about nothing in particular. " * 8)
+        ask(runtime, first)
         known = counts()
-        ask(backend, other)
+        ask(runtime, other)
         assert not np.allclose(counts(), known, atol=20)
-        assert ask(backend, first)[0] == 1
+        assert ask(runtime, first)[0] == 1
         np.testing.assert_allclose(counts(), known, atol=20)

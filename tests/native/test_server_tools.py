@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from orchestrator.runtime.texts import ChatTemplate
 from speaking import CAPITAL
 
 from .servers import MIB, answered, ask, serving
@@ -60,6 +59,17 @@ REASONING = THINKING.replace(
     "{% endif %}{{ message.content }}",
 )
 
+SAID = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
+# What they make of TURNS, without tools.
+PLAIN = {
+    "the demo's": SAID + "<|im_start|>assistant\n",
+    "ChatML": SAID + "<|im_start|>assistant\n",
+    "one that refuses": "[INST] What is the capital of Norway? [/INST] Oslo.</s>"
+    "[INST] And of Peru? [/INST]",
+    "a bare one": "What is the capital of Norway?\nOslo.\nAnd of Peru?\n",
+    "one that thinks": SAID + "<|im_start|>assistant\n<think>\n",
+}
+
 TEMPLATES = {
     "the demo's": None,
     "one that knows tools": Path(__file__).parents[1] / "unit/serve/tools.jinja",
@@ -72,22 +82,21 @@ TEMPLATES = {
 
 @contextmanager
 def serving_with(folder, template):
-    """A server with a template of its own, and what that one says."""
+    """A server with a template of its own."""
     path = template if isinstance(template, Path) else None
     if isinstance(template, str):
         path = folder / "template.jinja"
         path.write_text(template)
     settings = {"policy": "lru", "high_tier": "q4_k", "ctx": 1024, "ram": 150 * MIB}
     with serving(template=path, **settings) as runtime:
-        yield runtime, path.read_text() if path else runtime.vocabulary.chat_template()
+        yield runtime
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_choice_of_tools_is_kept(tmp_path, name):
-    with serving_with(tmp_path, TEMPLATES[name]) as (runtime, source):
+    with serving_with(tmp_path, TEMPLATES[name]) as runtime:
         plain = answered(runtime, RENDER, messages=TURNS)["prompt"]
-        if not isinstance(TEMPLATES[name], Path):  # its block trimming is another one
-            assert plain == ChatTemplate(source, "", "").render(TURNS)
+        assert plain == PLAIN.get(name, plain)
         common = {"messages": TURNS, "tools": [CAPITAL], "max_tokens": 300}
         # A model that has never seen a tool calls without end where it may.
         common["parallel_tool_calls"] = False
@@ -116,7 +125,7 @@ def test_reasoning_stands_apart(tmp_path):
     # It has never seen a thought.
     grammar = r'root ::= "Let me think.\n</think>\n\nIt is Lima."'
     data = {"messages": TURNS, "max_tokens": 60, "grammar": grammar}
-    with serving_with(tmp_path, REASONING) as (runtime, _):
+    with serving_with(tmp_path, REASONING) as runtime:
         whole = answered(runtime, CHAT, **data)["choices"][0]["message"]
         status, lines = ask(runtime, CHAT, **data, stream=True, temperature=0)
     assert status == 200
@@ -131,11 +140,11 @@ def test_reasoning_stands_apart(tmp_path):
 def test_a_message_after_the_result_of_a_tool(tmp_path):
     """It stays a message of its own unless the template refuses that."""
     asked = [*AFTER_A_CALL, {"role": "user", "content": [{"type": "text", "text": "Be brief."}]}]
-    with serving_with(tmp_path, IN_TURNS) as (runtime, _):
+    with serving_with(tmp_path, IN_TURNS) as runtime:
         prompt = answered(runtime, RENDER, messages=asked)["prompt"]
         assert "[tool]It is Lima.\n[tool]Really.\n\nBe brief.\n" in prompt
         status, refused = ask(runtime, RENDER, messages=TURNS[:1] * 2)
         assert status == 400 and "roles must alternate" in refused["error"]["message"]
-    with serving_with(tmp_path, CHATML) as (runtime, _):
+    with serving_with(tmp_path, CHATML) as runtime:
         prompt = answered(runtime, RENDER, messages=asked)["prompt"]
         assert "user\nBe brief." in prompt and prompt.index("Really.") < prompt.index("Be brief.")

@@ -181,8 +181,9 @@ def test_a_prompt_counts_its_layers(path, cap):
         read = [each["prompt_progress"]["processed"] for each in events]
         assert read == sorted(read) and read[-1] == 1100 and len(read) > 2
         for seen in steps.values():
-            assert seen == sorted(seen) and seen[0] < 100
-            assert len(set(seen)) > len(seen) * 0.7 and len(seen) > 2
+            # A layer counts once its experts are computed: nothing is done at the first two routes.
+            assert seen == sorted(seen) and seen[0] == 0
+            assert len(set(seen)) == len(seen) - 1 > 1
 
 
 @pytest.mark.parametrize("end", ["cancel", "interrupt", "nothing is read"])

@@ -1,5 +1,6 @@
 """Memory that is not used is not there: caches, scratch and work buffers by what was touched."""
 
+import ctypes
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,19 @@ def opened(path, **settings):
         yield e
 
 
+def saved(context):
+    """The state of a context's first sequence, as llama.cpp writes it."""
+    data = (ctypes.c_uint8 * context.api.llama_state_seq_get_size(context.handle, 0))()
+    assert context.api.llama_state_seq_get_data(context.handle, data, len(data), 0) == len(data)
+    return bytes(data)
+
+
+def restored(context, state):
+    """Reads a state into a context's first sequence. False if llama.cpp cannot."""
+    data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    return context.api.llama_state_seq_set_data(context.handle, data, len(data), 0) > 0
+
+
 def anonymous_bytes():
     """Of this process, in memory, as the kernel adds it up."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -58,25 +72,25 @@ def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
         most = (n_cells + READ_CELLS) * CELL_VALUES * ROW_BYTES[kv] + 2 * TENSORS * PAGE
         return least <= touched_memory(library).cache.resident <= most
 
-    with opened(path, kv=kv) as runtime, runtime.evaluator() as e:
+    with opened(path, kv=kv) as e:
         cache = touched_memory(library).cache
         assert cache.reserved >= N_CTX * CELL_VALUES * ROW_BYTES[kv]
         assert cache.resident == 0
-        state = e.inside.loaded.steps.state
+        context = e.inside.context
         e.eval(DRAWN[:10], 0)
         assert held(10)
         assert touched_memory(library).cache.used == 10 * CELL_VALUES * ROW_BYTES[kv]
         e.eval(DRAWN, 0)
         assert held(len(DRAWN))
-        kept = state.read()
+        kept = saved(context)
         assert held(len(DRAWN))
         e.eval(DRAWN[:1], 1000)
         assert held(1001)
-        assert state.write(kept)
+        assert restored(context, kept)
         assert held(len(DRAWN))
-        assert not state.write(kept[: len(kept) // 2])
+        assert not restored(context, kept[: len(kept) // 2])
         assert held(0)
-        assert state.write(kept)
+        assert restored(context, kept)
         e.reset()
         assert touched_memory(library).cache[1:] == (0, 0)
     assert touched_memory(library) == ((0, 0, 0), (0, 0, 0), (0, 0, 0))
@@ -87,7 +101,7 @@ def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkey
     cells in f16 are a page."""
     monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
-    with opened(path) as runtime, runtime.evaluator() as e:
+    with opened(path) as e:
         assert touched_memory(library).cache.resident == 0
         e.eval(DRAWN[:10], 0)
         few = touched_memory(library).cache.resident
@@ -102,7 +116,7 @@ def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkey
 
 def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
     """Of several that decode together: each has runs of cells to itself."""
-    with opened(path, sequences=4) as runtime, runtime.evaluator() as e:
+    with opened(path, sequences=4) as e:
         e.eval(DRAWN[:10], 0)
         for each in range(4):
             e.fork(each)
@@ -120,10 +134,7 @@ def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
 
 @pytest.mark.parametrize("policy", ["lru", "plain"])
 def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
-    with (
-        opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as runtime,
-        runtime.evaluator() as e,
-    ):
+    with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as e:
         e.eval(DRAWN[:10], 0)
         before = touched_memory(library)
         e.eval(DRAWN[:2048], 0)
@@ -138,7 +149,7 @@ def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
 
 def test_the_process_has_that_much_less(library, path):
     """The kernel's own sum for the process says what ours says, but for what Python takes."""
-    with opened(path) as runtime, runtime.evaluator() as e:
+    with opened(path) as e:
         e.eval(DRAWN, 0)
         process, ours = anonymous_bytes(), sum(each.resident for each in touched_memory(library))
         assert ours > 8 * MIB

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_real_model import N_EMBD, SHAPE, silent, windows, write_llama
+from test_dense_model import N_EMBD, SHAPE, silent, windows, write_llama
 
 from models.real import substitution as s
 from models.real.dense import DenseModel

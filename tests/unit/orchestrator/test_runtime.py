@@ -88,11 +88,19 @@ def test_an_answer_that_is_cut(runtime, n_prompt, max_tokens, n_said, is_full):
 
 
 def test_impossible_prompts(runtime):
-    with pytest.raises(ConfigError, match="256: shorten it, or raise --ctx"):
+    with pytest.raises(ConfigError, match=r"256: shorten it, or raise --ctx$"):
         answered(runtime, [9] * N_CTX)
     with pytest.raises(ConfigError):
         answered(runtime, [9], grammar="root ::= (")
     assert answered(runtime, [9], 3, **only("z"))["content"] == "z"
+
+
+def test_a_prompt_for_which_no_context_is_long_enough(config):
+    longer = config.with_changes(ctx=10**6)
+    with Runtime.open(longer, answering=Answering()) as runtime:
+        n = runtime.about.n_ctx
+        with pytest.raises(ConfigError, match=f"{n}, and the model was made for no more: shorten"):
+            answered(runtime, [9] * n)
 
 
 def test_closing_early_is_a_cancel(runtime):

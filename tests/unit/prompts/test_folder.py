@@ -2,7 +2,9 @@
 
 import errno
 import os
+import struct
 import time
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,18 +13,37 @@ from repacking import flip
 from tables import cases
 
 from orchestrator.errors import ConfigError
-from orchestrator.runtime.prompt_copies import Copy, PromptFolder
-from orchestrator.runtime.steps import Mark
+from orchestrator.runtime.prompt_copies import Mark, PromptFolder, usable
 
 KEY = "a key"
 TURNS = 6
 ROOMY = 1 << 30
 
 
+class Turn(NamedTuple):
+    """What a sequence holds after a turn of a conversation."""
+
+    tokens: np.ndarray
+    marks: tuple[Mark, ...]
+    key: str = KEY
+
+    @property
+    def state(self):
+        return state_of(self.tokens)
+
+    def save(self, folder):
+        def write(path):
+            head = struct.pack("<III", 0x67677371, 3, len(self.tokens))
+            return path.write_bytes(head + self.tokens.tobytes() + self.state.tobytes())
+
+        has_part = any(mark.part is not None for mark in self.marks)
+        folder.save(self.key, self.tokens, has_part, self.marks, write)
+
+
 def made(conversation, turn):
     """A turn of a conversation: its state and its parts follow from its tokens."""
     tokens = np.arange(20 * (turn + 1), dtype=np.int32) + 1000 * conversation
-    return Copy(KEY, tokens, state_of(tokens), True, (Mark(10, state_of(tokens[:10]), b"learned"),))
+    return Turn(tokens, (Mark(10, state_of(tokens[:10]), b"learned"),))
 
 
 def state_of(tokens):
@@ -31,18 +52,17 @@ def state_of(tokens):
 
 
 def write(path):
-    """The turns of two conversations, one after the other, where two have room."""
+    """Writes the turns of two conversations, one after the other, where two have room."""
     folder = PromptFolder(path, 1 << 21)
     for number in range(2 * TURNS):
-        folder.save_copy(made(number % 2, number // 2))
+        made(number % 2, number // 2).save(folder)
 
 
 TICK_S = 0.02  # more than the kernel's clock of files needs to go on
 
 
-def copy_of(tokens, *marks, key=KEY):
-    array = np.array(tokens, np.int32)
-    return Copy(key, array, state_of(array), any(m.part is not None for m in marks), marks)
+def turn_of(tokens, *marks, key=KEY):
+    return Turn(np.array(tokens, np.int32), marks, key)
 
 
 def read(folder, listed, most=ROOMY):
@@ -60,16 +80,16 @@ def read(folder, listed, most=ROOMY):
 def test_what_is_written_is_read(tmp_path):
     part = np.arange(200, dtype=np.uint8)
     marks = Mark(2, part, None), Mark(3, None, b"policy"), Mark(5, part + 1, b"")
-    copy = copy_of([7, 8, 9, 10, 11, 12], *marks)
-    PromptFolder(tmp_path, ROOMY).save_copy(copy)
+    turn = turn_of([7, 8, 9, 10, 11, 12], *marks)
+    turn.save(PromptFolder(tmp_path, ROOMY))
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
     assert listed.tokens.tolist() == [7, 8, 9, 10, 11, 12]
     assert [listed.usable(n) for n in (6, 5, 4, 3, 2, 1)] == [6, 5, 2, 2, 2, 0]
     # Without a part at a mark, a sequence can be cut anywhere.
-    assert [copy_of([7, 8, 9]).usable(n) for n in (4, 3, 2)] == [3, 3, 2]
+    assert [usable(3, False, (), n) for n in (4, 3, 2)] == [3, 3, 2]
     state, found = read(folder, listed)
-    np.testing.assert_array_equal(state, copy.state[8:])
+    np.testing.assert_array_equal(state, turn.state)
     assert [(m.length, m.policy) for m in found] == [(2, None), (3, b"policy"), (5, b"")]
     np.testing.assert_array_equal(found[2].part, part + 1)
     assert [m.length for m in read(folder, listed, 250)[1]] == [3, 5]
@@ -85,7 +105,7 @@ def test_what_is_written_is_read(tmp_path):
 )
 def test_every_damage_is_found(tmp_path, damage, at):
     folder = PromptFolder(tmp_path, ROOMY)
-    folder.save_copy(made(0, 1))
+    made(0, 1).save(folder)
     (path,) = tmp_path.iterdir()
     damage(path, at)
     assert all(read(folder, listed) is None for listed in folder.of(KEY))
@@ -97,9 +117,9 @@ def test_every_damage_is_found(tmp_path, damage, at):
 
 def test_a_file_under_anothers_name_is_dropped(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
-    folder.save_copy(copy_of([1, 2, 3], key="one"))
+    turn_of([1, 2, 3], key="one").save(folder)
     (path,) = tmp_path.iterdir()
-    folder.save_copy(copy_of([1, 2, 3], key="two"))
+    turn_of([1, 2, 3], key="two").save(folder)
     (other,) = set(tmp_path.iterdir()) - {path}
     os.replace(path, other)
     assert folder.of("two") == []
@@ -111,41 +131,41 @@ def test_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "x.prompt").write_text("mine")
     folder = PromptFolder(tmp_path, 1 << 20)
     for number in range(3):
-        folder.save_copy(made(number, 0))
+        made(number, 0).save(folder)
     assert {"notes.txt", "x.prompt"} < {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     for conversation, turn in ((0, 0), (1, 3), (0, 1), (0, 2)):
-        folder.save_copy(made(conversation, turn))
+        made(conversation, turn).save(folder)
     assert sorted(len(each.tokens) for each in folder.of(KEY)) == [60, 80]
 
 
 def test_the_least_recently_used_go_first(tmp_path):
     folder = PromptFolder(tmp_path, 2_000_000)  # three of 600 kB each
     for number in range(3):
-        folder.save_copy(made(number, 0))
+        made(number, 0).save(folder)
         time.sleep(TICK_S)
     oldest = folder.of(KEY)[-1]
     assert oldest.tokens[0] == 0
     assert read(folder, oldest) is not None
     time.sleep(TICK_S)
-    folder.save_copy(made(3, 0))
+    made(3, 0).save(folder)
     assert [int(each.tokens[0]) // 1000 for each in folder.of(KEY)] == [3, 0, 2]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000_000
 
 
 def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
     folder = PromptFolder(tmp_path, 100_000)
-    folder.save_copy(made(0, 0))
+    made(0, 0).save(folder)
     assert list(tmp_path.iterdir()) == []
     (note,) = folder.notes
     assert "--prompt-cache-limit" in note
 
 
 def test_what_has_no_room_in_memory_stays(tmp_path):
-    PromptFolder(tmp_path, ROOMY).save_copy(made(0, 0))
+    made(0, 0).save(PromptFolder(tmp_path, ROOMY))
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
     assert folder.load(listed, ROOMY, lambda _path: False) is None
@@ -209,11 +229,11 @@ def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
         folder = PromptFolder(tmp_path, ROOMY)
         for listed in folder.of(KEY):
             conversation, turn = int(listed.tokens[0]) // 1000, len(listed.tokens) // 20 - 1
-            copy = made(conversation, turn)
+            expected = made(conversation, turn)
             state, marks = read(folder, listed)
-            np.testing.assert_array_equal(listed.tokens, copy.tokens)
-            np.testing.assert_array_equal(state, copy.state[8:])
-            np.testing.assert_array_equal(marks[0].part, copy.marks[0].part)
+            np.testing.assert_array_equal(listed.tokens, expected.tokens)
+            np.testing.assert_array_equal(state, expected.state)
+            np.testing.assert_array_equal(marks[0].part, expected.marks[0].part)
             found += 1
         assert folder.notes == []
         assert all(path.suffix == ".prompt" for path in tmp_path.iterdir())

@@ -127,7 +127,8 @@ class FakeServed:
             return {"hit_rate": 0.5, "shared_steps": False}
 
         return FakeAnswer(
-            request, answer, costs, self.failure, lambda: 40.7, lambda: ("end", False)
+            *(request, answer, costs, self.failure, lambda: 40.7, lambda: ("end", False)),
+            *(self.fault, ""),
         )
 
     def count_tokens(self, text):

@@ -11,8 +11,7 @@ from command_line import run
 from served import serving
 from waiting import wait_until
 
-from orchestrator.runtime.prompt_copies import PromptFolder
-from orchestrator.runtime.steps import Mark
+from orchestrator.runtime.prompt_copies import _FOOTER, Mark, PromptFolder
 
 LONG = [{"role": "user", "content": "Where do the experts lie, and who reads them? " * 30}]
 OTHER = [{"role": "user", "content": "What is a fox? " * 40}]
@@ -161,7 +160,8 @@ def test_a_state_that_was_cut_is_read_again(model, tmp_path):
         server.end(signal.SIGTERM)
     (path,) = files(folder)
     whole = path.read_bytes()
-    kept = json.loads(whole[whole.rindex(b'{"key"') : whole.rindex(b"}") + 1])
+    _, n_description, _, _ = _FOOTER.unpack(whole[-_FOOTER.size :])
+    kept = json.loads(whole[-_FOOTER.size - n_description : -_FOOTER.size])
     n_tokens = int.from_bytes(whole[8:12], "little")
     tokens = np.frombuffer(whole[12 : 12 + 4 * n_tokens], "<i4")
     n_cut = len(whole) // 2

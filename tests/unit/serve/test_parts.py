@@ -106,7 +106,8 @@ def answer_of(request):
     def run(_answer, ready):
         request.run(ready)
 
-    return Answer(request, run, no_costs, lambda: None, lambda: 0.0, lambda: ("end", False))
+    ending = lambda: None, lambda: 0.0, lambda: ("end", False), lambda: ""
+    return Answer(request, run, no_costs, *ending, "")
 
 
 def through(make, use):

@@ -16,7 +16,6 @@ from waiting import wait_until
 from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.runtime.answering import Stopped
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.bodies import Words
@@ -28,6 +27,7 @@ from orchestrator.serve.served import (
     most_scored,
 )
 from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.state import Stopped
 
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
