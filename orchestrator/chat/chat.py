@@ -297,8 +297,7 @@ class Chat:
         self.console.note(stats_table(stats) if stats else "Nothing was answered yet.")
 
     def _memory(self, _argument: str) -> None:
-        runtime = self.session.runtime
-        parts = runtime.memory()
+        parts = self.session.runtime.memory()
         if not parts:
             self.console.note("The model is on a GPU, whose memory was divided at the start.")
             return
@@ -308,7 +307,7 @@ class Chat:
             for name, n in parts.items()
         ]
         self.console.note("\n".join(aligned(rows)))
-        self.console.note(f"Context: {runtime.held()} of {self.session.n_ctx} tokens in use.")
+        self.console.note(f"Context: {self.session.n_used} of {self.session.n_ctx} tokens in use.")
 
     def _policy(self, argument: str) -> None:
         if argument:

@@ -156,6 +156,12 @@ class Session(Closing):
         return self.runtime.about.n_ctx
 
     @property
+    def n_used(self) -> int:
+        """Tokens of the context that the conversation took, as of the latest answer."""
+        stats = self.last_stats
+        return 0 if stats is None else stats.prompt_tokens + stats.tokens
+
+    @property
     def max_tokens(self) -> int:
         """Tokens of the longest answer."""
         return self._config.max_tokens or self.n_ctx
@@ -239,8 +245,8 @@ class Session(Closing):
             self._answer = None
             with interrupts.held():
                 answer.close()
-            runtime = self.runtime
-            self.last_stats = answer.stats(runtime.mode, runtime.policy_report())
+            stats = self.runtime.stats()
+            self.last_stats = answer.stats(stats.mode, stats.policy)
 
     def _request(self, messages: list[Message]) -> bytes:
         """A request for a chat completion, in the server's form."""

@@ -78,13 +78,15 @@ class About:
 class Stats:
     """A snapshot of a model's experts, with counters since the model was loaded.
 
-    mode: the status line. device_bytes: GPU memory in use. resident: uint8 [layers, experts], as
-    StepReport.resident; used: uint32 [layers, experts], how often tokens used each expert; counts:
-    the store's counters. These three are None if no store has the experts.
+    mode: the status line. device_bytes: GPU memory in use. policy: the policy's report. resident:
+    uint8 [layers, experts], as StepReport.resident; used: uint32 [layers, experts], how often
+    tokens used each expert; counts: the store's counters. These three are None if no store has the
+    experts.
     """
 
     mode: str
     device_bytes: int
+    policy: dict[str, Any]
     resident: np.ndarray | None = None
     used: np.ndarray | None = None
     counts: CStats | None = None
@@ -533,19 +535,18 @@ class Runtime(Closing):
         device_bytes = context_memory(self._loader.bindings.library(), loaded.context.handle)[1]
         store = loaded.driver.store
         if store is None:
-            return Stats(self.mode, device_bytes)
+            return Stats(self.mode, device_bytes, loaded.driver.report())
         counts = store.stats()
         if loaded.plan.device:
             device_bytes += counts.slot_bytes_in_use
-        return Stats(self.mode, device_bytes, store.resident(), loaded.driver.used(), counts)
-
-    def policy_report(self) -> dict[str, Any]:
-        """Return what the policy reports of itself."""
-        return self._loaded.driver.report()
-
-    def held(self, sequence: int = 0) -> int:
-        """Return how many tokens a sequence holds."""
-        return self._core.look(sequence)[0]
+        return Stats(
+            self.mode,
+            device_bytes,
+            loaded.driver.report(),
+            store.resident(),
+            loaded.driver.used(),
+            counts,
+        )
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of memory in use by purpose, as memory_now. Any thread may call it."""
@@ -576,14 +577,13 @@ class Runtime(Closing):
         Raises OSError if a named profile cannot be written.
         """
         if not self._unload(end_s):
-            self.keep()
+            self._keep()
             return False
         self._forget_model()
         return True
 
-    def keep(self) -> None:
-        """Keep what was learned if the config asks for that, and free nothing: for a process that
-        ends while something still computes. Raises OSError if a named profile cannot be written."""
+    def _keep(self) -> None:
+        """Save the learned history, and free nothing."""
         self._loader.history.learn(self._loaded.driver)
         self._loader.history.save()
 

@@ -85,7 +85,7 @@ class Service:
                 thread.join(max(0.0, end_s - monotonic()))
                 if thread.is_alive():
                     if served is not None:
-                        served.runtime.keep()
+                        served.runtime.close(monotonic())
                     return self._give_up()
         return served is None or served.runtime.close(end_s) or self._give_up()
 

@@ -202,11 +202,8 @@ class FakeRuntime:
         answer = 200, json.dumps({"input_tokens": n}).encode()
         return types.SimpleNamespace(whole=lambda: answer)
 
-    def policy_report(self):
-        return STATS.policy
-
-    def held(self):
-        return 300
+    def stats(self):
+        return types.SimpleNamespace(mode=self.mode, policy=STATS.policy)
 
     def memory(self):
         return {"dense weights": 2**30, "experts": 3 * 2**30, "context": 0, "free": 4 * 2**30}
