@@ -156,7 +156,7 @@ COMMANDS = [
     ("/system Be brief.", ["The conversation is empty.", "System prompt: Be brief."]),
     ("/system -", ["System prompt: none"]),
     ("/stats", ["Nothing was answered yet."]),
-    ("/memory", ["dense weights  1 GiB  12 %  #\n", "context        0 B ", "Context: 10 of"]),
+    ("/memory", ["dense weights  1 GiB  12 %  #\n", "context        0 B ", "Context: 0 of"]),
     ("/policy", ["dymoe 4/2"]),
     ("/policy lru", ["managed: lru"]),
     ("/policy lur", ["Error: unknown policy 'lur'; known: dymoe, lru"]),
