@@ -497,7 +497,7 @@ class Runtime(Closing):
         return True
 
     def _reopen(self, config: Config) -> None:
-        before, planner = self.config, self._loader.planner
+        before, former, planner = self.config, self._loaded.runs, self._loader.planner
         is_same = config.model == before.model and config.low == before.low
         # Refuse settings that cannot work before anything is freed. Another policy ignores settings
         # that only the policy before it has.
@@ -522,7 +522,7 @@ class Runtime(Closing):
                         self._model.close()
                         self._open(before, ExpertModel.open(before.model, before.low), None, True)
                     else:
-                        self._load(before, planner.compared(self._with_answers(before)), None)
+                        self._load(before, former, None)
                 raise
         finally:
             with self._turns:

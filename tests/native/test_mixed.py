@@ -20,12 +20,16 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
         ):
             profile.save(path, model, used)
             options = {"policy": "mixed", "expert_ram": n_bytes, "profile": path}
-            with opened(three, update_steps=0, **options) as other:
-                starts.append(other.store.resident())
-                assert other.plan.slots.total_bytes <= n_bytes
-                logits(other)
-                assert sum(other.store.stats().wait_us) == 0
-                assert (other.store.resident() == starts[-1]).all()
+            with (
+                opened(three, update_steps=0, **options) as other,
+                other.evaluator() as asked,
+            ):
+                store = asked.inside.store
+                starts.append(store.resident())
+                assert asked.plan.slots.total_bytes <= n_bytes
+                logits(asked)
+                assert sum(store.stats().wait_us) == 0
+                assert (store.resident() == starts[-1]).all()
     assert (starts[0] != starts[1]).any()
     at = np.arange(len(starts[1]))
     assert (starts[1][at, at] == 0).all()

@@ -247,7 +247,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
             raise MemoryError
         return load(loader, runs, progress)
 
-    with Runtime.open(build(fitted, policy="dynaexq")) as runtime, runtime.evaluator() as e:
+    with Runtime.open(build(fitted, policy="dynaexq")) as runtime:
         mode = runtime.mode
         assert "estimated to lose" in mode
         loses = Planner.loses
@@ -259,7 +259,7 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
         )
         with pytest.raises(MemoryError):
             runtime.set(policy="lru")
-        assert (runtime.mode, e.config.policy) == (mode, "dynaexq")
+        assert (runtime.mode, runtime.config.policy) == (mode, "dynaexq")
 
 
 def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatch):
