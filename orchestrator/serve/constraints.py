@@ -21,6 +21,7 @@ Schema = dict[str, Any]
 # llama.cpp ignores larger repetition counts.
 MOST_REPEATED = 2000
 # An `enum` with at least this many texts is written as a pattern.
+MANY_WORDS = 64
 # Integers of llama.cpp's grammar have up to 16 digits.
 _MOST_INTEGER = 10**16 - 1
 # Limits for a schema after its references are resolved. A request may nest 100 deep.
