@@ -2,7 +2,8 @@
 
 llama.cpp supports `^...$` around literals, classes, groups and repetitions. The result matches
 texts inside JSON strings, where quotes, backslashes and control characters are escaped. It matches
-a subset of what the pattern matches: characters that need an escape are removed from classes.
+a subset of the texts that the pattern matches: characters that need an escape are removed from
+classes.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class _Reader:
                 raise PatternError("a repetition's minimum is larger than its maximum")
         else:
             return item
-        self._skip("?")  # lazy or greedy makes no difference to what matches
+        self._skip("?")  # a lazy repetition matches the same texts
         if self._peek() in ("*", "+", "{"):
             raise PatternError("it is not a regular expression")
         return Times(item, least, most)

@@ -168,11 +168,10 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     """Raise Refusal if parsing a request would take too much memory."""
     most = longest_bytes // PIECES_SHARE
     if data.get("with_pieces") and n_bytes > most:
-            raise Refusal(
-                400,
-                f"the body has {format_size(n_bytes)}: with_pieces takes at most "
-                f"{format_size(most)}",
-            )
+        raise Refusal(
+            400,
+            f"the body has {format_size(n_bytes)}: with_pieces takes at most {format_size(most)}",
+        )
     most = longest_bytes // VALUE_BYTES
     # Lists of tokens are not counted: they take no more memory than texts do.
     n_values = 0
@@ -589,8 +588,7 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not possible.
-    """
+    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not possible."""
     made, lost = rewritten(schema, where)
     if lost:
         raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")

@@ -444,7 +444,10 @@ SCHEMAS: dict[str, Schema] = {
             "additionalProperties": COUNT,
             "description": "Bytes of the host's memory by purpose. Free memory comes last.",
         },
-        layers={**COUNT, "description": "0 if experts are not managed. Later fields are absent then."},
+        layers={
+            **COUNT,
+            "description": "0 if experts are not managed. Later fields are absent then.",
+        },
         streams_below={
             **COUNT,
             "description": "If layers is 0: a --ram in bytes at which experts come from the disk.",
@@ -535,9 +538,7 @@ READ: dict[str, Schema] = {
 OURS: dict[str, Schema] = {
     "/api/tags": operation("The loaded model.", named("OllamaModels")),
     "/api/ps": operation("The loaded model.", named("OllamaModels")),
-    "/api/version": operation(
-        "The version of Ollama's API.", record("version", version=STRING)
-    ),
+    "/api/version": operation("The version of Ollama's API.", record("version", version=STRING)),
     "/v1/models/{id}": operation("The loaded model, by its name.", _ID)
     | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
     "/health": operation(
