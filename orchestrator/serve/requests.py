@@ -588,7 +588,8 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not possible."""
+    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not
+    possible."""
     made, lost = rewritten(schema, where)
     if lost:
         raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")

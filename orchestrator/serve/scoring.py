@@ -145,7 +145,8 @@ def _scored(
     n_behind: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like _logits."""
+    """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like
+    _logits."""
     found = []
     with served.runtime.evaluator() as evaluator:
         began_s = monotonic()
