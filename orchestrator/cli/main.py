@@ -28,7 +28,7 @@ class Where(NamedTuple):
     help: str
 
 
-# {heading of `moe-edge --help`: {command: where it is}}
+# {heading of `moe-edge --help`: {command: its place}}
 GROUPS = {
     "Use": {
         "chat": Where("chat", "chat", "Chat with a model."),
