@@ -171,16 +171,16 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     auto."""
     if not copies.pinned:
         return "copied to the GPU: host memory cannot be pinned"
-    beside = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
+    waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
     times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
-    here = took.pop("computed on the CPU", float("inf")) + beside
+    here = took.pop("computed on the CPU", float("inf")) + waits_s
     first = (
         "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
     )
     return (
-        f"an expert of {format_size(expert_bytes)}: {times} plus {beside * 1e3:.2f} ms per layer; "
+        f"an expert of {format_size(expert_bytes)}: {times} plus {waits_s * 1e3:.2f} ms per layer; "
         f"the first miss of a layer is {first}, further ones are split"
     )
 

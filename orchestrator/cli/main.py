@@ -33,9 +33,7 @@ GROUPS = {
     "Use": {
         "chat": Where("chat", "chat", "Chat with a model."),
         "serve": Where("serve", "serve", "Serve a model over HTTP, with a web page."),
-        "plan": Where(
-            "plan", "plan", "Show which models this machine can run, or how it would run one."
-        ),
+        "plan": Where("plan", "plan", "Show which models can run here, or plan one model."),
         "check": Where("measure", "check", "Test a model: correctness, memory use and speed."),
         "doctor": Where("plan", "plan", "Alias of plan."),
     },
