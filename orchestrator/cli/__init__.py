@@ -1,4 +1,4 @@
-"""The command line: each command parses, builds the configuration, and calls one function.
+"""The command line. A command parses options, builds the configuration, and calls one function.
 
-It may import every room. Nothing imports it, and nothing else knows click.
+This package may import every other one, and no other one imports it. Only this package uses click.
 """

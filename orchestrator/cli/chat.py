@@ -1,4 +1,4 @@
-"""The command line of `moe-edge chat`."""
+"""`moe-edge chat`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from orchestrator.chat.session import Session
     from orchestrator.runtime.runtime import Runtime
 
-# Bytes: more than the largest context holds of any text.
+# Bytes. No context can hold a longer text.
 LONGEST_PROMPT = 1 << 27
 _LONGEST_CONSTRAINT = 1 << 20
 
@@ -43,28 +43,28 @@ _LONGEST_CONSTRAINT = 1 << 20
 @answer_options
 @option(
     "-p --prompt TEXT",
-    "Answer this alone, and exit. Text on stdin goes before it, or is the prompt.",
+    "Answer this prompt and exit. Text on stdin is put in front of it, or is the prompt.",
 )
 @option(
     "--json as_json",
-    "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
+    "Print one JSON object with the answer and its statistics. Needs -p or stdin.",
 )
 @option(
     "--schema FILE",
-    "A JSON schema that the answer keeps.",
+    "JSON schema that the answer must follow.",
     type=FILE,
     group=MORE,
 )
 @option(
     "--grammar FILE",
-    "A grammar in GBNF that the answer keeps.",
+    "GBNF grammar that the answer must follow.",
     type=FILE,
     group=MORE,
 )
 @conversation_options
 @option(
     "--resume",
-    "Go on with the latest conversation, of --prompt-cache or of the last chat on a terminal.",
+    "Continue the latest conversation, from --prompt-cache or from the last chat on a terminal.",
 )
 def chat(
     prompt: str | None,
@@ -74,7 +74,7 @@ def chat(
     grammar: Path | None,
     **options: Any,
 ) -> None:
-    """Talk to a model."""
+    """Chat with a model."""
     from orchestrator.chat.chat import Chat, one_shot
     from orchestrator.chat.session import (
         Session,
@@ -103,7 +103,7 @@ def chat(
         if prompt is None and config.keep_messages:
             kept = last if resume else new_conversation(folder)
     if resume and last is None:
-        raise ConfigError(f"--resume: no conversation is kept in {folder}")
+        raise ConfigError(f"--resume: there is no saved conversation in {folder}")
     messages = read_conversation(last) if resume and last else None
     notes: list[str] = []
 
@@ -116,17 +116,17 @@ def chat(
         runtime = open_runtime(config, console, answering, say=notes.append)
     with Session(runtime, config, constraint) as session:
         if config.ctx and session.n_ctx > config.ctx:
-            console.note(f"--ctx {config.ctx}: it gets {session.n_ctx}, the next size.")
+            console.note(f"--ctx {config.ctx} is rounded up to {session.n_ctx}.")
         session.kept = kept
         if messages:
             session.load(messages)
-            console.note(f"It continues after {len(messages)} messages.")
+            console.note(f"The conversation continues after {len(messages)} messages.")
         elif kept and not folder.exists():
             console.note(
-                f"Chats are kept for --resume, in {folder}, for you alone to read. "
-                "--no-keep-messages keeps none."
+                f"Chats are saved for --resume in {folder}, where only you can read them. "
+                "--no-keep-messages turns this off."
             )
-        # A step of a large model may be minutes long, and some of its operations cannot be stopped.
+        # A step of a large model can take minutes, and some operations cannot be cancelled.
         with interrupts.leaving(partial(_leave, runtime)):
             if prompt is None:
                 Chat(session, console, partial(change_model, session, console), tell).run()
@@ -136,24 +136,27 @@ def chat(
 
 
 def _leave(runtime: Runtime) -> None:
-    """Keep what was learned, and wait for nothing."""
+    """Save the usage history and exit without waiting for the running step."""
     runtime.close(monotonic())
 
 
 def with_stdin(prompt: str | None, console: Console) -> str | None:
-    """Return the prompt: the text on stdin, unless stdin is a terminal, followed by -p.
+    """Return the prompt: the text on stdin, if it is not a terminal, followed by that of -p.
 
-    Returns None if a conversation is to begin. Raises TextFileError for stdin that is not UTF-8.
+    Returns None if there is neither, for a conversation. Raises TextFileError if stdin is not
+    UTF-8.
     """
     parts = [prompt or ""]
     try:
         parts[0].encode()
-    except UnicodeEncodeError:  # Python makes lone surrogates of bytes that are not UTF-8
+    except UnicodeEncodeError:  # Python turns bytes that are not UTF-8 into lone surrogates
         raise click.UsageError("the prompt of -p is not UTF-8: convert it first") from None
     if not console.in_tty:
         data = sys.stdin.buffer.read(LONGEST_PROMPT + 1) if sys.stdin else b""
         if len(data) > LONGEST_PROMPT:
-            raise click.UsageError("the text on stdin is longer than any context")
+            raise click.UsageError(
+                f"the text on stdin is longer than {LONGEST_PROMPT} bytes: no context can hold it"
+            )
         parts.insert(0, decode_text(data, "stdin"))
     elif prompt is None:
         return None
@@ -162,19 +165,19 @@ def with_stdin(prompt: str | None, console: Console) -> str | None:
         return whole
     if prompt is not None:
         raise click.UsageError("the prompt is empty")
-    raise click.UsageError("no prompt: give -p TEXT, or text on stdin, or a terminal")
+    raise click.UsageError("there is no prompt: give -p TEXT or text on stdin, or use a terminal")
 
 
 def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
-    """Return the fields of a request that make an answer keep a JSON schema or a grammar.
+    """Return the request fields that make an answer follow a JSON schema or a grammar.
 
-    Raises ConfigError for a file that is neither or that cannot be enforced, and TextFileError for
-    one that cannot be read.
+    Raises ConfigError for a file that is not valid or that cannot be enforced, and TextFileError
+    for a file that cannot be read.
     """
     if schema is None and grammar is None:
         return {}
     if schema is not None and grammar is not None:
-        raise click.UsageError("--schema and --grammar exclude each other: give one of them")
+        raise click.UsageError("--schema and --grammar exclude each other: give only one")
     from orchestrator.native.llama import Bindings
     from orchestrator.runtime.answering import fault_of_constraint, server_library
     from orchestrator.serve.constraints import rewritten
@@ -184,9 +187,9 @@ def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
         try:
             found = json.loads(read_text(schema, _LONGEST_CONSTRAINT))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name}: it is not JSON: {error}") from None
+            raise ConfigError(f"{name}: the file is not JSON: {error}") from None
         if not isinstance(found, dict):
-            raise ConfigError(f"{name}: a JSON schema is an object")
+            raise ConfigError(f"{name}: a JSON schema must be an object")
         made, lost = rewritten(found, "schema")
         if lost:
             raise ConfigError(f"{name}: {lost[0]}")
@@ -203,8 +206,10 @@ def constraint_of(schema: Path | None, grammar: Path | None) -> dict[str, Any]:
 
 
 def change_model(session: Session, console: Console, name: str) -> None:
-    """Let another model continue the conversation. A model that cannot be read is refused before
-    the one that runs is closed."""
+    """Continue the conversation with another model.
+
+    The new model's file is opened first, so that a wrong name leaves the current model running.
+    """
     from gguf_tools.experts import ExpertModel
 
     path = model_path(name)

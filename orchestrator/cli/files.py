@@ -1,5 +1,5 @@
-"""The commands of files as such: `moe-edge inspect`, `verify`, `architectures` and `pull`, and what
-takes room: `list`, `rm` and `cache`."""
+"""Commands about model files and the cache: `inspect`, `verify`, `architectures`, `pull`, `list`,
+`rm` and `cache`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     pass
 
-# The status of verify for a file that is whole, of a model that llama.cpp does not load.
+# Exit status of verify for an undamaged file that llama.cpp cannot load.
 CANNOT_RUN = 3
 
 
@@ -44,12 +44,12 @@ CANNOT_RUN = 3
 @JSON
 @option(
     "--plot picture OUT.png",
-    "Draw the bytes of each layer and precision there (or .svg); needs the extra `plot`.",
+    "Draw the bytes of each layer and precision to a file (.png or .svg). Needs the extra `plot`.",
     type=NEW_FILE,
 )
 @FORCE
 def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -> None:
-    """Show what a model file holds, and what fits which budget."""
+    """Show the contents of a model file, and which parts fit which budget."""
     from gguf_tools.experts import ExpertModel
     from gguf_tools.inspect import describe, render
     from orchestrator.cli import pictures
@@ -80,10 +80,11 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
 def verify(
     ctx: click.Context, file: Path, low: Path | None, threads: int | None, as_json: bool
 ) -> None:
-    """Check every block of a model file, and its metadata; and whether llama.cpp loads it.
+    """Check every block and the metadata of a model file, and whether llama.cpp can load it.
 
-    The exit status is 0 for a good file, 1 for a damaged one, and 3 for one that is whole and
-    cannot run: llama.cpp does not load a model of its header."""
+    The exit status is 0 for a good file, 1 for a damaged file, and 3 for an undamaged file that
+    llama.cpp cannot load.
+    """
     from gguf_tools.experts import ExpertModel
     from gguf_tools.verify import verify as run
     from orchestrator.runtime.support import NOT, Support, support_of
@@ -94,7 +95,7 @@ def verify(
     if report.no_experts:
         found = Support(NOT, report.no_experts.removeprefix(f"{report.files[0]}: "))
     elif not report.problems:
-        with ExpertModel.open(file):  # what a model with experts has to have is said first
+        with ExpertModel.open(file):  # reports missing metadata first
             found = support_of(file)
     if as_json:
         click.echo(json.dumps(report.as_dict() | {"support": found and asdict(found)}))
@@ -110,9 +111,9 @@ def verify(
         )
         if report.unchecked:
             note(
-                f"Note: {report.unchecked[0]}: has no checksums, as files have that `moe-edge pack`"
-                f" wrote or `moe-edge pull` fetched: damage that leaves every number finite was not"
-                f" looked for"
+                f"Note: {report.unchecked[0]}: the file has no checksums, so damage that leaves "
+                "every number finite is not found. Files written by `moe-edge pack` or downloaded "
+                "by `moe-edge pull` have checksums."
             )
         if found is not None and found.reason:
             note(f"Note: {file}: {found.sentence}")
@@ -125,10 +126,11 @@ def verify(
 @click.command(cls=Command)
 @JSON
 def architectures(as_json: bool) -> None:
-    """List the architectures whose managed experts are tested, as GGUF files name them.
+    """List the architectures for which managed experts are tested, by their names in GGUF files.
 
-    Others are managed where llama.cpp's graph lets them. `moe-edge inspect` says of a file how it
-    can run."""
+    Other architectures are managed if llama.cpp's graph allows it. `moe-edge inspect FILE` shows
+    how a file would run.
+    """
     from gguf_tools.experts import PROVEN
 
     names = sorted(PROVEN)
@@ -139,15 +141,15 @@ def architectures(as_json: bool) -> None:
 @click.argument("repo", metavar="REPO")
 @option(
     "--include PATTERN",
-    "Files to take, as '*Q4_K_M*'; may be repeated.  [default: the only model]",
+    "Files to download, such as '*Q4_K_M*'. May be repeated.  [default: the only model]",
     multiple=True,
 )
 @option("--revision R", "Branch, tag or commit.  [default: main]")
 def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
     """Download a model from the Hugging Face Hub, as OWNER/NAME or OWNER/NAME/FILE.
 
-    It goes into the cache of huggingface_hub (HF_HOME); an interrupted download goes on where
-    it ended. HF_TOKEN or `hf auth login` opens what needs it.
+    Files are stored in huggingface_hub's cache (HF_HOME). An interrupted download continues when
+    the command is repeated. For gated models, set HF_TOKEN or run `hf auth login`.
     """
     from gguf_tools import hub
     from gguf_tools.hub import PREFIX
@@ -161,7 +163,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         with progress_bar("Downloading") as progress:
             paths = hub.fetch(found, progress)
     except KeyboardInterrupt:
-        note("Interrupted: what is here stays, and the same command goes on from there.")
+        note("Interrupted: the downloaded part is kept. Repeat the command to continue.")
         raise
     for path in paths:
         say(str(path))
@@ -169,7 +171,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
         if file.name in found.models:
             say(f"moe-edge chat -m {shlex.quote(str(file.path))}")
     if not found.models:
-        note("No GGUF among them: a checkpoint has to be converted before it can run, as by")
+        note("There is no GGUF among the files. Convert the checkpoint before you run it:")
         target = f"{name or owner}.gguf"
         folder = found.folder / "snapshots" / found.commit
         note(f"moe-edge convert --tiers q4_k,q2_k {shlex.quote(str(folder))} {shlex.quote(target)}")
@@ -178,7 +180,7 @@ def pull(repo: str, include: tuple[str, ...], revision: str | None) -> None:
 @click.command("list", cls=Command)
 @JSON
 def list_models(as_json: bool) -> None:
-    """List the models that were pulled. Each name is one that -m understands."""
+    """List the downloaded models. -m accepts each of the names."""
     from gguf_tools.hub import pulled, short_name
 
     models = pulled()
@@ -194,7 +196,7 @@ def list_models(as_json: bool) -> None:
         for each in models
     ]
     if not rows and not as_json:
-        note("No model was pulled: `moe-edge pull OWNER/NAME` fetches one.")
+        note("There are no downloaded models. `moe-edge pull OWNER/NAME` downloads one.")
         return
     shown = [("name", "size", "used", "from")]
     for row in rows:
@@ -206,27 +208,30 @@ def list_models(as_json: bool) -> None:
 @click.command("rm", cls=Command)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 def remove_models(names: tuple[str, ...]) -> None:
-    """Remove models that were pulled, by the names that `moe-edge list` shows."""
+    """Delete downloaded models, by the names that `moe-edge list` shows."""
     from gguf_tools.hub import find_pulled, remove
 
     chosen = []
     for name in names:
         found = find_pulled(name, gguf=False)
         if found is None:
-            raise ConfigError(f"{name}: no model of this name was pulled: `moe-edge list`")
+            raise ConfigError(
+                f"{name}: there is no downloaded model of this name: `moe-edge list` shows all"
+            )
         chosen.append(found)
     for found in dict.fromkeys(chosen):
         say(f"{found.names[0]}: {format_size(remove(found))} freed")
 
 
 @click.command("cache", cls=Command)
-@option("--clear NAME", "Delete this folder of it, or all; may be repeated.", multiple=True)
+@option("--clear NAME", "Delete this folder of the cache, or all. May be repeated.", multiple=True)
 @JSON
 def cache(clear: tuple[str, ...], as_json: bool) -> None:
-    """List what lies in the user cache, as models of benchmarks, or delete it.
+    """List the folders of the user cache, or delete them.
 
-    All of it but conversations is made again when it is needed. Models that were pulled lie
-    elsewhere: `moe-edge list`."""
+    Everything except conversations is recreated when it is needed. Downloaded models are in another
+    cache: see `moe-edge list`.
+    """
     from orchestrator.cache.files import clear_cache, user_cache, user_folder
 
     found = clear_cache(clear) if clear else user_cache()

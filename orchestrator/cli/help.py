@@ -1,5 +1,7 @@
-"""How `--help` is written: the options that most people need, in groups; `--help-all` has every
-option, those of each policy below its name. An option says its group itself."""
+"""Formats `--help`, which lists the common options in groups, and `--help-all`, which lists all.
+
+Each option names its group. Options of policies are listed under the names of the policies.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ import click
 from gguf_tools.columns import explained
 from orchestrator.settings import COMMON, MORE
 
-# Where a context keeps that every option was asked for.
+# Key in a click context: whether --help-all was given.
 _ALL = "moe-edge.help-all"
 _MOST_COLUMNS = 80
 
 
 class Option(click.Option):
-    """An option in a group of the help: one of COMMON, or another one, which `--help` leaves out.
-    Without a group it is of the command's own ones, which come first."""
+    """An option with a group.
+
+    `--help` shows the groups in COMMON and the options without a group, which come first.
+    `--help-all` shows the other groups too.
+    """
 
     def __init__(self, *args: Any, group: str = "", **said: Any) -> None:
         super().__init__(*args, **said)
@@ -35,7 +40,7 @@ def _help_all(ctx: click.Context, _param: click.Parameter, asked: bool) -> None:
 
 
 class Command(click.Command):
-    """A command whose options are shown in groups."""
+    """A command whose help shows its options in groups."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         help_all = Option(
@@ -49,12 +54,12 @@ class Command(click.Command):
         return [*super().get_params(ctx), help_all]
 
     def get_help(self, ctx: click.Context) -> str:
-        # Where the terminal is narrow, click would write lines that are longer.
+        # On a narrow terminal click would write longer lines than fit.
         ctx.terminal_width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS) - 2
         return super().get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click calls it. What comes last is the help itself."""
+        """Write the options in groups. The options --help and --help-all come last."""
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in ("", *COMMON, MORE)}
         of_help = []
         for param in self.get_params(ctx):
@@ -67,7 +72,7 @@ class Command(click.Command):
         if not ctx.meta.get(_ALL):
             usual = {name: found for name, found in shown.items() if name in ("", *COMMON)}
             if len(usual) == len(shown):
-                of_help.pop()  # there are no more options
+                of_help.pop()  # --help-all would show nothing more
             shown = {
                 name: [(flags, _in_short(text)) for flags, text in found]
                 for name, found in usual.items()
@@ -79,7 +84,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """Commands, and the options that they have in common."""
+    """A group of commands that may have options of its own."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -88,7 +93,7 @@ class Group(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does it, with the nearest name where there is no such command."""
+        """Find a command. For an unknown name, suggest the nearest one."""
         known = self.list_commands(ctx)
         near = difflib.get_close_matches(args[0], known, 1)
         if near and args[0] not in known and not ctx.resilient_parsing:
@@ -97,7 +102,7 @@ class Group(Command, click.Group):
 
 
 def _in_short(text: str) -> str:
-    """The first sentence of an option's help, and its default."""
+    """Return the first sentence of an option's help, and its default."""
     default = re.search(r"  \[default: .*?\]", text)
     sentence, dot, _ = text.partition(". ")
     return sentence + dot.rstrip() + (default[0] if default else "")

@@ -1,5 +1,4 @@
-"""What this machine has, how fast it moves bytes, how a model would lie: the head of what
-`moe-edge plan` says of a model."""
+"""Examines this machine for a model: memory, disk, GPU, and the plan. Output of `moe-edge plan`."""
 
 from __future__ import annotations
 
@@ -31,15 +30,18 @@ def examine(
     begins: Callable[[str], None] = lambda _what: None,
     disk: Bandwidth | None = None,
 ) -> tuple[dict[str, Any], Frontier | None]:
-    """Measures what is not known of this machine, for some seconds; begins gets what is being
-    measured. disk: where the model would lie, if it is not here.
+    """Measure this machine, and plan a model on it. Takes some seconds.
 
-    Returns what was found, JSON-ready, and the plans, None on a GPU and where none fits. gpu_note:
-    why there is no GPU, or that there are others. plan: what runs, what it loses, and where it
-    lies, None where nothing does, and plan_note says why; kl: its loss. notes: what else is to be
-    said.
+    begins: called with the name of each measurement. disk: speed of the disk that the model would
+    be on, if its file is not on this machine.
 
-    Raises MoeEdgeError for a model that cannot be read, OSError for a disk that fails."""
+    Returns (facts as JSON values, plans). The plans are None on a GPU, and if no plan fits. Among
+    the facts: gpu_note says why there is no GPU, or that there are several. plan describes the
+    resolved plan; it is None if nothing fits, and plan_note says why. kl is the plan's quality
+    loss. notes has further messages.
+
+    Raises MoeEdgeError for a model that cannot be read, and OSError if the disk fails.
+    """
     bindings = Bindings.load()
     threads = config.n_threads
     with ExpertModel.open(config.model, config.low) as model:
@@ -58,7 +60,7 @@ def examine(
             except MoeEdgeError as error:
                 plan_note = str(error)
         if plans is not None and plans.why_not:
-            notes.append(f"KL is not known: {plans.why_not}")
+            notes.append(f"The quality loss (KL) is unknown: {plans.why_not}")
         on_disk = model.lookup_text and f"on disk in managed plans: {model.lookup_text}"
         notes += filter(None, [planner.note, on_disk])
         try:
@@ -95,7 +97,7 @@ def examine(
 
 
 def plan_line(runs: Runs) -> str:
-    """What runs, what it loses, and where it lies."""
+    """Return one line about the resolved plan: reason, quality loss, size and place."""
     plan = runs.plan
     how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
     where = f"on {plan.device.name}" if plan.device else "in main memory"
@@ -106,8 +108,10 @@ def plan_line(runs: Runs) -> str:
 def _planner(
     bindings: Bindings, config: Config, model: ExpertModel, disk: Bandwidth | None
 ) -> tuple[Planner, str]:
-    """What says what runs, and why there is no GPU, or that there are others. For the CPU where
-    the device that was asked for cannot be had."""
+    """Return (planner, why there is no GPU or that there are several).
+
+    If the requested device is not available, the planner is for the CPU.
+    """
     try:
         planner = Planner(config, model, disk)
     except MoeEdgeError as error:
@@ -116,12 +120,14 @@ def _planner(
     if planner.gpu is not None:
         return planner, one_of_several(bindings, planner.gpu) or ""
     built = bindings.api.llama_supports_gpu_offload()
-    return planner, "not asked for" if built else "none that this build can use"
+    return planner, "not requested" if built else "none that this build supports"
 
 
 def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
-    """Bytes per second that so many threads read together from the host's memory. most_bytes: of
-    which they may take so much."""
+    """Return the bytes per second that `threads` threads read together from host memory.
+
+    most_bytes: memory that the measurement may allocate.
+    """
     parts = [np.ones(min(_MEMORY_BYTES, most_bytes) // threads // 8) for _ in range(threads)]
 
     def work(index: int, in_time: Callable[[], bool]) -> int:
@@ -135,7 +141,7 @@ def memory_bandwidth(threads: int, most_bytes: int = _MEMORY_BYTES) -> float:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The machine and what runs on it, as text."""
+    """Format the facts of `examine` as text."""
     size, usable = format_size(found["memory_bytes"]), format_size(found["usable_bytes"])
     disk, gpu, copies = found["disk"], found["gpu"], found["copies"]
     lines = [
@@ -161,18 +167,21 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """How long an expert that the GPU lacks takes on each way, and which way --misses auto goes."""
+    """Describe the cost of an expert that is missing on the GPU, and the choice of --misses
+    auto."""
     if not copies.pinned:
-        return "all are copied: host memory cannot be pinned"
-    beside = 2 * copies.round_trip_us / 1e6  # of gate and up, and of down
-    ways = {"copied": copies.pinned, "computed here": copies.compute}
+        return "copied to the GPU: host memory cannot be pinned"
+    waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
+    ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}
     times = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in took.items())
-    here = took.pop("computed here", float("inf")) + beside
-    first = "computed here" if here < min(took.values()) else min(took, key=lambda way: took[way])
+    here = took.pop("computed on the CPU", float("inf")) + waits_s
+    first = (
+        "computed on the CPU" if here < min(took.values()) else min(took, key=lambda way: took[way])
+    )
     return (
-        f"an expert of {format_size(expert_bytes)}: {times} and {beside * 1e3:.2f} ms a layer; "
-        f"the first of a layer is {first}, more are shared"
+        f"an expert of {format_size(expert_bytes)}: {times} plus {waits_s * 1e3:.2f} ms per layer; "
+        f"the first miss of a layer is {first}, further ones are split"
     )
 
 

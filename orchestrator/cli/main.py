@@ -1,6 +1,6 @@
-"""The command line: parse, build the config, call one function.
+"""The entry point of the command line, and the list of commands.
 
-A command is imported when it runs, and what it needs inside of it, so that --help answers at once.
+The module of a command is imported when the command runs, so that `--help` answers fast.
 """
 
 from __future__ import annotations
@@ -21,56 +21,54 @@ from orchestrator.errors import MoeEdgeError
 
 
 class Where(NamedTuple):
-    """Where a command is: a module of this package, and its name there; and what it does."""
+    """The module and the name of a command in this package, and its line in the list."""
 
     module: str
     name: str
     help: str
 
 
-# By what they are for, as `moe-edge --help` lists them.
+# {heading of `moe-edge --help`: {command: its place}}
 GROUPS = {
     "Use": {
-        "chat": Where("chat", "chat", "Talk to a model."),
-        "serve": Where("serve", "serve", "Answer other programs over HTTP, and on a page."),
-        "plan": Where(
-            "plan", "plan", "Show what this machine can run, or what one model can be here."
-        ),
-        "check": Where("measure", "check", "Try a model: its bits, its memory and its speed."),
-        "doctor": Where("plan", "plan", "Another name of plan."),
+        "chat": Where("chat", "chat", "Chat with a model."),
+        "serve": Where("serve", "serve", "Serve a model over HTTP, with a web page."),
+        "plan": Where("plan", "plan", "Show which models can run here, or plan one model."),
+        "check": Where("measure", "check", "Test a model: correctness, memory use and speed."),
+        "doctor": Where("plan", "plan", "Alias of plan."),
     },
     "Models": {
         "pull": Where("files", "pull", "Download a model from the Hugging Face Hub."),
-        "list": Where("files", "list_models", "List the models that were pulled."),
-        "rm": Where("files", "remove_models", "Remove models that were pulled."),
-        "cache": Where("files", "cache", "List or delete what lies in the user cache."),
-        "inspect": Where("files", "inspect", "Show what a file holds, and what fits which budget."),
-        "verify": Where("files", "verify", "Check every block of a model file, and its metadata."),
-        "pack": Where("pack", "pack", "Write experts in several precisions into one file."),
+        "list": Where("files", "list_models", "List the downloaded models."),
+        "rm": Where("files", "remove_models", "Delete downloaded models."),
+        "cache": Where("files", "cache", "List or clear the user cache."),
+        "inspect": Where("files", "inspect", "Show the contents of a model file."),
+        "verify": Where("files", "verify", "Check a model file for damage."),
+        "pack": Where("pack", "pack", "Store experts in several precisions in one file."),
         "calibrate": Where("measure", "calibrate", "Measure what experts lose in each precision."),
-        "convert": Where("pack", "convert", "Make a packed file of a checkpoint of transformers."),
-        "export": Where("pack", "export", "Write one precision of a packed file, for llama.cpp."),
-        "architectures": Where("files", "architectures", "List the architectures that are tested."),
+        "convert": Where("pack", "convert", "Convert a transformers checkpoint to a packed file."),
+        "export": Where("pack", "export", "Export one precision of a packed file for llama.cpp."),
+        "architectures": Where("files", "architectures", "List the tested architectures."),
     },
     "Research": {
-        "bench": Where("measure", "bench", "Measure upstream and every policy on this machine."),
+        "bench": Where("measure", "bench", "Compare upstream and all policies on this machine."),
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices; studies."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
-        "replay": Where("replay", "replay", "Play a trace with another policy, memory or disk."),
-        "gpu-check": Where("measure", "gpu_check", "Try all that needs a GPU, with a report."),
+        "replay": Where("replay", "replay", "Replay a trace with another policy, memory or disk."),
+        "gpu-check": Where("measure", "gpu_check", "Test everything that needs a GPU."),
     },
 }
 COMMANDS = {name: where for commands in GROUPS.values() for name, where in commands.items()}
 
 
 class Commands(Group):
-    """The commands, and the edge where an error becomes one sentence and an exit status."""
+    """The list of commands. It turns errors into one sentence and an exit status."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported when it is asked for."""
+        """Import and return a command."""
         if cmd_name not in COMMANDS:
             return None
         where = COMMANDS[cmd_name]
@@ -80,7 +78,7 @@ class Commands(Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, without importing one."""
+        """Write the list of commands, without importing them."""
         rows = {
             heading: [(name, where.help) for name, where in commands.items()]
             for heading, commands in GROUPS.items()
@@ -90,7 +88,7 @@ class Commands(Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             if sys.stdout is None:
-                raise _sentence("stdout is closed: send it to a file, or to /dev/null")
+                raise _sentence("stdout is closed: redirect it to a file or to /dev/null")
             with interrupts.listening():
                 return super().invoke(ctx)
         except MoeEdgeError as error:
@@ -105,7 +103,7 @@ class Commands(Group):
 
 
 def _sentence(text: str) -> click.ClickException:
-    """An error for the user; what a file or its name smuggled into it stays harmless."""
+    """Return an error for the user. Control characters, for example of a file name, are removed."""
     return click.ClickException(strip_controls(text))
 
 
@@ -123,11 +121,11 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 
 
 def _llama_version() -> str:
-    """The version of the built llama.cpp, and the set of instructions that computes."""
+    """Return the version of the built llama.cpp and the CPU instruction set of the library."""
     from gguf_tools import built
 
     try:
-        version = built.stamp().get("version", "of another make")
+        version = built.stamp().get("version", "of an unknown version")
         return f"llama_cpp_python {version} ({built.instruction_set()})"
     except built.NotBuilt as error:
         return str(error)
@@ -147,23 +145,25 @@ def _llama_version() -> str:
     help="Show the versions and exit.",
 )
 def cli() -> None:
-    """Run Mixture-of-Experts models that do not fit the memory: experts stay on
-    disk in several precisions, and come into RAM within a budget."""
+    """Run Mixture-of-Experts models that are larger than memory. Experts stay on disk in
+    several precisions and are loaded into RAM within a budget."""
 
 
 def main() -> None:
-    """The entry point `moe-edge`."""
+    """Run the command `moe-edge`."""
     hold_closed_streams()
     cli(prog_name=cli.name)
 
 
 def hold_closed_streams() -> None:
-    """Makes stdin, stdout and stderr of a process that was started without them /dev/null, so
-    that no file which is opened later gets their number, and what is written there."""
+    """Open /dev/null as stdin, stdout and stderr if the process was started without them.
+
+    Otherwise a file that is opened later could get one of their numbers, and output would go there.
+    """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w")

@@ -1,4 +1,4 @@
-"""The commands that measure: `moe-edge bench` and those below it, `eval`, `calibrate`, `check`."""
+"""Commands that measure: `bench` and its subcommands, `eval`, `calibrate`, `check`, `gpu-check`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from orchestrator.settings import MORE
 
 
 class Measurement(Command):
-    """The command of one experiment."""
+    """The command of one benchmark."""
 
     experiment = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The experiment's options; it is loaded here."""
+        """Return the benchmark's options. The benchmark is imported on the first call."""
         if not self.params:
             experiment = load(BENCHMARKS, self.experiment)
             for declared in experiment.options.declared().values():
@@ -63,11 +63,11 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: an experiment itself, and the commands of the others."""
+    """`moe-edge bench`: a benchmark itself, and the group of the other ones."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
-    """Runs one experiment with the options that were given, and prints its report."""
+    """Run a benchmark with the given options, and print its report."""
     experiment = load(BENCHMARKS, name)
     with as_options():
         asked = experiment.options.of(options)
@@ -82,14 +82,14 @@ def _measure(name: str, as_json: bool, **options: Any) -> None:
 )
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
-    """Runs the experiment of `moe-edge bench` itself, unless a command follows."""
+    """Run the default benchmark, unless a subcommand follows."""
     if ctx.invoked_subcommand is None:
         _measure("", **options)
         return
     for parameter in ctx.command.params:
         if ctx.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{parameter.opts[0]} comes after the command: moe-edge bench "
+                f"{parameter.opts[0]} must follow the subcommand: moe-edge bench "
                 f"{ctx.invoked_subcommand} {parameter.opts[0]} .."
             )
 
@@ -108,58 +108,62 @@ for _name, _place in BENCHMARKS.items():
 
 @click.command("eval", cls=Command)
 @model_options
-@option("--text FILE", "Text to predict. A .jsonl has one in each record, and .xz is unpacked.")
-@option("--choices FILE", 'Questions to answer, as JSON lines {"question", "choices", "answer"}.')
+@option("--text FILE", "Text to predict: plain, .jsonl (one text per record), or compressed (.xz).")
+@option(
+    "--choices FILE", 'Multiple-choice questions, JSON lines {"question", "choices", "answer"}.'
+)
 @option("--kl", "Compare with the best precision of the file.")
-@option("--kl-from TIER", "With this one instead, as the best one in use.", group=MORE)
-@option("--max-tokens tokens N", "Use N tokens of the text at most.")
-# What scripts may still call it.
+@option("--kl-from TIER", "Compare with this precision, as the best one in use.", group=MORE)
+@option("--max-tokens tokens N", "Use at most N tokens of the text.")
+# The old name of --max-tokens, for scripts.
 @option("--tokens as_before N", "", hidden=True)
-@option("--window N", "Tokens of one context.  [default: 512]", type=int, group=MORE)
+@option("--window N", "Context length in tokens.  [default: 512]", type=int, group=MORE)
 @option(
     "--prompt-tokens N",
-    "Read the first N tokens of each window, and the context of a record, as a prompt that is not "
-    "scored.",
+    "Read the first N tokens of each window, and the context of a record, as a prompt. They are "
+    "not scored.",
     type=AT_LEAST_0,
     group=MORE,
 )
-@option("--prefill", "Judge the text read as prompts, not by token.", group=MORE)
+@option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "A low request may use a high copy in memory, as in a chat; results then depend on the memory.",
+    "Compute a low request with a high copy if one is in memory, as a chat does. Results then "
+    "depend on the memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Reads in bytes a second, as 2GB, of the virtual time in which a policy decides that goes by "
-    "what is in memory.  [default: measured]",
+    "Read bandwidth per second, such as 2GB, for the virtual time of policies that decide by the "
+    "contents of memory.  [default: measured]",
     group=MORE,
 )
 @option(
     "--latency-us N",
-    "What a read takes beside its bytes, in microseconds.  [default: measured]",
+    "Latency of a read in that time, in microseconds.  [default: measured]",
     type=click.IntRange(0, 10**7),
     group=MORE,
 )
 @option(
     "--compute-ms MS",
-    "Computing a token in that time, without waits.  [default: measured]",
+    "Compute time of a token in that time, without waits, in milliseconds.  [default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
 @option(
     "--study NAME",
-    f"Tables and a figure of a study. Known are {'; '.join(studies_by_paper())}.",
+    f"Write the tables and the figure of a study: {'; '.join(studies_by_paper())}.",
 )
 @option(
     "--uniform TYPES",
-    "What the studies memory and equal compare with, all experts in one type: precisions made from "
-    "the best one, .gguf files of the same model, or none.  [default: q2_k,q3_k,q4_k,q5_k,q6_k]",
+    "Baselines of the studies memory and equal, with all experts in one precision: precisions made "
+    "from the best one, .gguf files of the same model, or none.  "
+    "[default: q2_k,q3_k,q4_k,q5_k,q6_k]",
     group=MORE,
 )
 @option(
     "--calib TEXT",
-    "Text for an importance matrix: each of --uniform is then made with one as well.",
+    "Text for an importance matrix. Each baseline of --uniform is then also made with the matrix.",
     type=FILE,
     group=MORE,
 )
@@ -169,8 +173,9 @@ for _name, _place in BENCHMARKS.items():
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, distance from the best precision, multiple choice.
 
-    Each token is decided on its own, as in an answer: what is decided for a prompt sees its
-    later tokens."""
+    The policy decides for each token alone, as in an answer. A decision for a whole prompt would
+    use later tokens of the text.
+    """
     from dataclasses import fields
 
     from gguf_tools.experts import ExpertModel
@@ -180,9 +185,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:
-        raise click.UsageError(
-            "--tokens is another name of --max-tokens: give one of the two, and leave the other out"
-        )
+        raise click.UsageError("--tokens is the old name of --max-tokens: give only one of them")
     options["tokens"] = options["tokens"] or as_before
     names = {field.name for field in fields(EvalOptions)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
@@ -205,22 +208,22 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 
 @click.command(cls=Command)
 @model_argument
-@option("--calib TEXT", "The text to read.", type=FILE, required=True)
+@option("--calib TEXT", "Calibration text.", type=FILE, required=True)
 @CALIB_TOKENS
 @option(
     "--reference FILE",
-    "The same model in full precision, as F16.  [default: the best precision of the file]",
+    "The same model in full precision, such as F16.  [default: the best precision of the file]",
 )
 @option(
     "--types LIST",
-    "Precisions to measure beside the file's, as q4_k,q2_k, quantized from the reference.",
+    "Further precisions to measure, such as q4_k,q2_k. They are quantized from the reference.",
     default="",
 )
-@option("--method NAME", "How those are quantized: rtn, imatrix, gptq.  [default: rtn]")
-@option("--out FILE", "The table.  [default: FILE.calib.json]", type=NEW_FILE)
+@option("--method NAME", "Quantization method for --types: rtn, imatrix, gptq.  [default: rtn]")
+@option("--out FILE", "Loss table to write.  [default: FILE.calib.json]", type=NEW_FILE)
 @option(
     "--save-imatrix FILE",
-    "Write an importance matrix of the text, and no table.",
+    "Write an importance matrix of the text instead of a loss table.",
     type=NEW_FILE,
 )
 @RAM
@@ -229,10 +232,10 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 def calibrate(
     file: Path, reference: Path | None, out: Path | None, save_imatrix: Path | None, **options: Any
 ) -> None:
-    """Measure what each expert's output loses in each precision, on a text.
+    """Measure the error of each expert's output in each precision, on a text.
 
-    The table stands beside the file, where policies that choose precisions find it. A run that
-    was interrupted goes on where it was.
+    The loss table is written next to the model, where policies that choose precisions find it. An
+    interrupted run continues when the command is repeated.
     """
     from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import default_path
@@ -241,7 +244,7 @@ def calibrate(
 
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
-        raise click.UsageError(f"{unused} is for the table, which --save-imatrix leaves out")
+        raise click.UsageError(f"{unused} is for the loss table, which --save-imatrix omits")
     if save_imatrix is None:
         options["calib_tokens"] = options["calib_tokens"] or tables.TOKENS
     method = chosen_method(options)
@@ -253,8 +256,8 @@ def calibrate(
         if target in (save_imatrix, out):
             raise
         raise ConfigError(
-            f"{target}: {error.strerror}: the table belongs beside the model. Write it elsewhere "
-            f"with --out FILE, and name it with --losses FILE when the model runs"
+            f"{target}: {error.strerror}: the loss table belongs next to the model. Write it to "
+            "another place with --out FILE, and name it with --losses FILE when you run the model"
         ) from error
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
@@ -274,22 +277,22 @@ def calibrate(
 
 @click.command(cls=Command)
 @model_options
-@option("--tokens N", "Decode N tokens in each run.  [default: 64]", default=64)
+@option("--tokens N", "Tokens to decode in each run.  [default: 64]", default=64)
 @option(
     "--all-tiers",
-    "Compare the lower precisions as well. Those of a packed file are exported to the folder of "
-    "temporary files first.",
+    "Compare the lower precisions as well. Those of a packed file are first exported to the folder "
+    "for temporary files.",
 )
-@option("--no-verify", "Do not read every block of the file first.")
-@option("--out FILE", "Write the report there, too.", type=NEW_FILE)
+@option("--no-verify", "Skip the check of every block of the file.")
+@option("--out FILE", "Also write the report to this file.", type=NEW_FILE)
 @FORCE
 @JSON
 def check(
     tokens: int, all_tiers: bool, no_verify: bool, out: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Try a model: its file, tokenizer and template; its bits against llama.cpp's own path; its
-    memory against what was promised, at three budgets; and its speed. The report names the file,
-    this machine and its processor. The exit status is 0 where all is good."""
+    """Test a model: its file, tokenizer and chat template; whether the output equals llama.cpp's
+    own; its memory use at three budgets; and its speed. The report names the file and this
+    machine's processor. The exit status is 0 if all tests pass."""
     from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render
 
@@ -307,21 +310,22 @@ def check(
 
 
 @click.command("gpu-check", cls=Command)
-@option("--part NAME", "One part: device, kernels, managed, ..., bench.")
-@option("--step TEXT", "Steps whose line has it, anew.", default="")
+@option("--part NAME", "Run only one part: device, kernels, managed, ..., bench.")
+@option("--step TEXT", "Repeat the steps whose line contains this text.", default="")
 @option(
     "--report FILE",
-    "What is written; a folder of its name lies beside it.",
+    "Report to write. Details go to a folder of the same name.",
     default="gpu-report.md",
     show_default=True,
 )
-@option("--emulated", "Show the procedure on a checkout's emulated GPU.")
+@option("--emulated", "Show the procedure on the emulated GPU of a checkout.")
 @click.pass_context
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool
 ) -> None:
-    """Try all that needs a GPU: a checkout's tests, then benchmarks from small to large. Each is a
-    process of its own with a time limit, and what ended is kept: call it again, and it goes on.
+    """Test everything that needs a GPU: the tests of a checkout, then benchmarks from small to
+    large. Each step is a process with a time limit. Finished steps are kept: repeat the command to
+    continue after an interruption.
     """
     from orchestrator.lab.gpu_check import run
 

@@ -1,5 +1,4 @@
-"""What several commands share: types of options, the options themselves, what is made of them, and
-how a result is printed."""
+"""Options and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
     from orchestrator.runtime.answering import Answering
     from orchestrator.runtime.runtime import Runtime
 
-# Where a context keeps whether outputs may be replaced.
+# Key in a click context: whether --force was given.
 _FORCE = "moe-edge.force"
 
 
 class NamedPath(click.Path):
-    """A path that names something: "" would be the current folder."""
+    """A path that is not empty. An empty path would mean the current folder."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == "":
@@ -45,12 +44,14 @@ class NamedPath(click.Path):
 
 
 class NewPath(NamedPath):
-    """The name of an output. What has it already is replaced where FORCE was given, alone. An
-    interrupt that comes once it is there ends the program."""
+    """The path of an output. An existing file is refused, unless --force was given.
+
+    The output is registered with `interrupts`: an interrupt after it is written ends the program.
+    """
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if value == "-":
-            self.fail("an output is a file, not stdout (./- is a file of that name)", param, ctx)
+            self.fail("an output must be a file, not stdout (./- is a file named -)", param, ctx)
         path = super().convert(value, param, ctx)
         complaint = _taken(path, ctx)
         if complaint:
@@ -59,29 +60,29 @@ class NewPath(NamedPath):
 
 
 def _taken(path: Path, ctx: click.Context) -> str | None:
-    """Why an output of this name is not to be written, or None. Nobody writes over a folder."""
+    """Return why an output may not be written to this path, or None."""
     from gguf_tools.file.unfinished import irregular
 
     complaint = irregular(path)
     if complaint:
         return f"{path} {complaint}"
     if not ctx.meta.get(_FORCE) and os.path.lexists(path) and not path.is_dir():
-        return f"{path} exists: choose another name, or replace it with --force"
+        return f"{path} exists: choose another name, or give --force to replace it"
     interrupts.ends_with(path)
     return None
 
 
 def refuse_taken(path: Path) -> None:
-    """As NewPath, of an output that is named after an input: raises UsageError."""
+    """Check an output that is named after an input, like NewPath. Raises UsageError."""
     complaint = _taken(path, click.get_current_context())
     if complaint:
         raise click.UsageError(complaint)
 
 
 def check_study(study: str | None, out: Path | None) -> None:
-    """Raises UsageError for --out without a study, and where its tables are not to be written."""
+    """Raise UsageError for --out without --study, or if the study's tables cannot be written."""
     if out is not None and study is None:
-        raise click.UsageError("--out is where a study writes: give --study NAME")
+        raise click.UsageError("--out is for the output of a study: add --study NAME")
     if out is not None:
         refuse_taken(out / f"{study}.md")
 
@@ -91,12 +92,12 @@ def _remember_force(ctx: click.Context, _param: click.Parameter, given: bool) ->
 
 
 class Number(click.FloatRange):
-    """A number of a range; what is none (nan) is in no range."""
+    """A number in a range. nan is refused."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         number = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail(f"{value} is no number", param, ctx)
+            self.fail(f"{value} is not a number", param, ctx)
         return number
 
 
@@ -110,7 +111,7 @@ Decorator = Callable[[Any], Any]
 
 
 def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    """A callback of options whose text means what `parse` makes of it."""
+    """Return a click callback that parses an option's text with `parse`."""
 
     def read(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Any:
         try:
@@ -121,7 +122,7 @@ def read_by(parse: Callable[[str], Any]) -> Callable[..., Any]:
     return read
 
 
-# What the words are that stand for values in a help, unless an option has another type.
+# Types of options by the word for their value, unless an option gives another type.
 _VALUES: dict[str, dict[str, Any]] = {
     "N": {"type": click.IntRange(min=1)},
     "FILE": {"type": FILE},
@@ -131,9 +132,11 @@ _VALUES: dict[str, dict[str, Any]] = {
 
 
 def option(said: str, help: str, **more: Any) -> Decorator:
-    """An option as the help says it, `-p --prompt TEXT`: one without a word for its value or a type
-    is a flag, and a word in small letters before that names the parameter. more: as click.option
-    has it, and the group of the help."""
+    """Return an option, declared as in the help: `-p --prompt TEXT`.
+
+    Without a word for its value and without a type, it is a flag. A word in lower case names the
+    parameter. more: arguments of click.option, and the group of the help.
+    """
     names = said.split()
     if names[-1][0].isupper():
         metavar = names.pop()
@@ -143,38 +146,44 @@ def option(said: str, help: str, **more: Any) -> Decorator:
     return click.option(*names, cls=Option, help=help, **more)
 
 
-# Of every command with an output. It is read before the output's name is.
+# For every command with an output. It is eager, because the output's path is checked by it.
 FORCE = option(
     "--force",
-    "Replace an output that exists.",
+    "Replace existing output files.",
     is_eager=True,
     expose_value=False,
     callback=_remember_force,
 )
 
-# The name of a model without -m. Its parameter is "named", which make_config takes as the model.
+# A model without -m. make_config uses the parameter "named" as the model.
 _NAMED = click.argument("named", metavar="[MODEL]", required=False)
 
 
 def one_name(named: str | None, model: str | Path | None) -> str | None:
-    """Return the model that a command line names, as an argument or with -m; None if it names none.
-    Raises UsageError if it names two."""
+    """Return the model that is given as an argument or with -m; None if neither is given.
+
+    Raises UsageError if both are given.
+    """
     if named is not None and model is not None:
-        raise click.UsageError(f"the model is named twice, {named} and -m {model}: leave one out")
+        raise click.UsageError(
+            f"the model is given twice, as {named} and -m {model}: leave one out"
+        )
     return named if model is None else str(model)
 
 
 def model_argument(function: Any) -> Any:
-    """Decorator of a command on one file, which is its argument or given with -m. The command gets
-    the path as `file`."""
+    """Decorate a command on one model file, given as an argument or with -m.
+
+    The command gets the path as `file`.
+    """
 
     @_NAMED
-    @option("-m --model FILE", "The model, if it is not the argument.", type=str)
+    @option("-m --model FILE", "Model, if it is not given as an argument.", type=str)
     @wraps(function)
     def with_file(*args: Any, named: str | None, model: str | None, **options: Any) -> Any:
         asked = one_name(named, model)
         if asked is None:
-            raise click.UsageError("Missing argument 'MODEL': name a file, as MODEL or -m MODEL")
+            raise click.UsageError("Missing argument 'MODEL': give a file, as MODEL or -m MODEL")
         return function(*args, file=model_path(asked), **options)
 
     return with_file
@@ -184,10 +193,12 @@ JSON = option("--json as_json", "Print one JSON object.")
 
 
 def _note_capped(threads: int | None) -> int | None:
-    """Return `threads`, and tell the user if it will be capped at the cores."""
+    """Return `threads`. If there are fewer cores, tell the user that it is capped."""
     if threads is not None and compute_threads(threads) < threads:
         cores = compute_threads(threads)
-        note(f"Note: --threads {threads}: capped at {cores}, the cores that this process may use.")
+        note(
+            f"Note: --threads {threads} is capped at {cores}, the cores available to this process."
+        )
     return threads
 
 
@@ -196,12 +207,12 @@ THREADS = option(
     "Threads, at most one for each core.  [default: the cores]",
     callback=lambda _ctx, _param, threads: _note_capped(threads),
 )
-STUDY_OUT = option("--out DIR", "Where a study writes tables and plots.")
-LOW = option("--low LOW", "The same model in a lower precision, as a second GGUF.", type=FILE)
+STUDY_OUT = option("--out DIR", "Folder for the tables and plots of a study.")
+LOW = option("--low LOW", "Second GGUF of the same model in a lower precision.", type=FILE)
 
 
 def together(*options: Setting | Decorator) -> Decorator:
-    """Several options as one decorator, in the order of the help: those of settings, and others."""
+    """Return one decorator for several options, in the order of the help."""
 
     def apply(function: Any) -> Any:
         for each in reversed(options):
@@ -212,7 +223,7 @@ def together(*options: Setting | Decorator) -> Decorator:
 
 
 def option_of(declared: Setting) -> Decorator:
-    """The option of a setting."""
+    """Return the decorator that adds the option of a setting."""
     shown = declared.default_text
     text = f"{declared.help}  [default: {shown}]" if shown else declared.help
     more: dict[str, Any] = {"help": text, "cls": Option, "group": declared.group}
@@ -234,8 +245,10 @@ def option_of(declared: Setting) -> Decorator:
 
 
 def policy_options(recorded: bool = False) -> list[Setting]:
-    """The settings of all policies that have options, below the policies that have them. recorded:
-    of those alone that a trace records, all of them there, with its values as their defaults."""
+    """Return the settings of all policies that have options, grouped by policy.
+
+    recorded: only those that a trace records, with the recorded values as defaults.
+    """
     made = []
     for name, declared in policy_settings().items():
         if declared.option and (declared.recorded or not recorded):
@@ -246,7 +259,7 @@ def policy_options(recorded: bool = False) -> list[Setting]:
 
 
 def of_policies(names: Sequence[str]) -> str:
-    """The heading of what these policies have."""
+    """Return the heading of the settings that these policies share."""
     return f"{'Policies' if len(names) > 1 else 'Policy'} {', '.join(names)}"
 
 
@@ -255,7 +268,7 @@ _MODEL = [each for each in _OWN if not (each.answer or each.conversation)]
 
 
 def options_of_model(none: str | None = None) -> Decorator:
-    """What says which model runs, and how. none: what is without a model, but for the demo."""
+    """Return the options that choose a model and how it runs. none: default of the model."""
     own = [
         replace(each, shown=none or each.shown) if each.name == "model" else each for each in _MODEL
     ]
@@ -268,13 +281,13 @@ conversation_options = together(*(each for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = option(
-    "--calib-tokens N", "Use N tokens of it at most.  [default: 65536, or 8192 for a loss table]"
+    "--calib-tokens N", "Use at most N tokens of it.  [default: 65536, or 8192 for a loss table]"
 )
 RAM = option_of(
     replace(
         Config.declared()["ram"],
-        help="Cap on everything that reading a text takes, as 6GiB (6G means the same) or 500MB: "
-        "the experts of the model that reads then come from the file as they are needed.",
+        help="Memory limit for the calibration, such as 6GiB (or 6G) or 500MB. The experts of the "
+        "model then stream from the file.",
         shown="none",
         group="",
     )
@@ -282,23 +295,23 @@ RAM = option_of(
 method_options = together(
     option(
         "--method NAME",
-        "How experts are quantized: rtn (to the nearest), imatrix (columns weighted by what "
-        "they see in a text), gptq (later columns make up for the errors of earlier ones; needs "
-        "torch).  [default: rtn]",
+        "Quantization method: rtn (round to nearest), imatrix (weighted by an importance matrix of "
+        "a text), gptq (later columns compensate the errors of earlier ones; needs torch).  "
+        "[default: rtn]",
     ),
     option(
         "--calib TEXT",
-        "The text that tells what matters; .jsonl records have a text each; .xz is unpacked.",
+        "Calibration text: plain, .jsonl (one text per record), or compressed (.xz).",
         type=FILE,
     ),
     CALIB_TOKENS,
-    option("--imatrix FILE", "An importance matrix of llama.cpp, in the place of a text."),
+    option("--imatrix FILE", "Importance matrix of llama.cpp, instead of a text."),
     RAM,
 )
 
 
 def make_config(options: dict[str, Any]) -> Config:
-    """The config of the options that were given; without --model, of the demo model."""
+    """Return the config for the given options. Without a model, it is the demo model."""
     chosen = given(options)
     asked = one_name(chosen.pop("named", None), chosen.get("model"))
     chosen["model"] = demo_model() if asked is None else asked
@@ -311,8 +324,8 @@ def make_config(options: dict[str, Any]) -> Config:
 
 
 def chat_config(options: dict[str, Any]) -> Config:
-    """Return the config that `moe-edge chat` runs with these options. Commands that say what would
-    run, or that try it, use the same."""
+    """Return the config that `moe-edge chat` would use with these options. Commands that plan or
+    test a model use it too."""
     from orchestrator.runtime.answering import Answering
 
     return Answering().config(make_config({"remember": True, **given(options)}))
@@ -320,7 +333,7 @@ def chat_config(options: dict[str, Any]) -> Config:
 
 @contextmanager
 def as_options() -> Iterator[None]:
-    """Lets a SettingError name the option that asks for the setting."""
+    """Turn a SettingError into a usage error that names the option."""
     try:
         yield
     except SettingError as error:
@@ -329,23 +342,25 @@ def as_options() -> Iterator[None]:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def demo_model() -> Path:
-    """The demo model, of a wheel or of this checkout. Raises MoeEdgeError where it is not there."""
+    """Return the path of the demo model, of a wheel or a checkout. Raises MoeEdgeError."""
     here = Path(__file__).resolve()
     for folder in (here.parents[1], here.parents[2], Path.cwd()):
         if (folder / DEMO).is_file():
             return folder / DEMO
-    raise MoeEdgeError(f"the demo model {DEMO} is not here: name a model with -m FILE.gguf")
+    raise MoeEdgeError(f"the demo model {DEMO} is missing: name a model with -m FILE.gguf")
 
 
 @contextmanager
 def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer | None]:
-    """What method_options and THREADS ask for, for the experts of a model; reads the text where one
-    is given."""
+    """Yield the quantizer that `method_options` and THREADS ask for; None for plain rounding.
+
+    Reads the calibration text, if one is given. Prints notes.
+    """
     from orchestrator.lab.calibrate.methods import open_quantizer
 
     notes: list[str] = []
@@ -360,13 +375,13 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 
 
 def chosen_method(options: dict[str, Any]) -> Method:
-    """The method that was asked for."""
+    """Return the quantization method of the options. Raises UsageError."""
     from orchestrator.lab.calibrate.methods import Method
 
     if options.get("calib_tokens") and not options.get("calib"):
-        raise click.UsageError("--calib-tokens is for a text: give --calib TEXT, or leave it out")
+        raise click.UsageError("--calib-tokens needs a text: give --calib TEXT, or leave it out")
     if options.get("ram") and not options.get("calib"):
-        raise click.UsageError("--ram is for reading a text: give --calib TEXT, or leave it out")
+        raise click.UsageError("--ram needs a text: give --calib TEXT, or leave it out")
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)
     return Method(**given({name: options.get(renamed.get(name, name)) for name in names}))
@@ -375,12 +390,12 @@ def chosen_method(options: dict[str, Any]) -> Method:
 def open_runtime(
     config: Config, console: Console, answering: Answering | None = None, **more: Any
 ) -> Runtime:
-    """Open a model with a bar that shows the progress. more: further parameters of Runtime.open."""
+    """Open a model and show the progress. more: further parameters of Runtime.open."""
     from orchestrator.cache.files import check_target
     from orchestrator.runtime.runtime import Runtime
 
     profile = config.given("profile")
-    if profile is not None and profile.parent.is_dir():  # else it is made
+    if profile is not None and profile.parent.is_dir():  # a missing folder is created later
         check_target(profile)
     with console.bars():
         runtime = Runtime.open(config, console.bar, answering, **more)
@@ -390,45 +405,47 @@ def open_runtime(
 
 
 def say(text: str) -> None:
-    """A line on stdout, or several."""
+    """Print lines to stdout."""
     click.echo(strip_controls(text))
 
 
 def say_result(found: Any, render: Callable[[Any], str], as_json: bool) -> None:
-    """A result on stdout, as one JSON object or as the text that render makes of it."""
+    """Print a result to stdout: as one JSON object, or as the text that `render` returns."""
     click.echo(json.dumps(found) if as_json else strip_controls(render(found)))
 
 
 def say_tables(study: str, tables: Iterable[Table], as_json: bool) -> None:
-    """The tables of a study on stdout."""
+    """Print the tables of a study to stdout."""
     tables = list(tables)
     found = {"study": study, "tables": [table.as_dict() for table in tables]}
     say_result(found, lambda _: "\n\n".join(table.markdown() for table in tables), as_json)
 
 
 def print_notes(sentences: Iterable[str]) -> None:
-    """What is odd about a result, on stderr."""
+    """Print notes about a result to stderr."""
     for sentence in sentences:
         note(f"Note: {sentence}")
 
 
 def names_of(text: str) -> list[str]:
-    """The names in a list that is written as q8_0,q4_k."""
+    """Return the names in a list such as q8_0,q4_k, in lower case."""
     return [name.strip().lower() for name in text.split(",") if name.strip()]
 
 
 def tier_names(text: str) -> list[str]:
-    """The names in a --tiers option; UsageError where there is none."""
+    """Return the names in a --tiers option. Raises UsageError if there are none."""
     names = names_of(text)
     if not names:
-        raise click.UsageError("--tiers names no precision: write it as q8_0,q4_k,q2_k")
+        raise click.UsageError("--tiers is empty: give precisions, such as q8_0,q4_k,q2_k")
     return names
 
 
 def model_path(text: str) -> Path:
-    """The path that an option names: hf:OWNER/NAME and hf:OWNER/NAME/FILE are fetched; where no
-    file has the name, a model that was pulled may (`moe-edge list`). Raises HubError where several
-    have it."""
+    """Return the local path of a model.
+
+    hf:OWNER/NAME and hf:OWNER/NAME/FILE are downloaded. If there is no such file, the name may be
+    that of a downloaded model (`moe-edge list`). Raises HubError if several models have it.
+    """
     from gguf_tools.hub import PREFIX, find_pulled, resolve
 
     if text.startswith(PREFIX):
@@ -438,17 +455,20 @@ def model_path(text: str) -> Path:
 
 
 def _local(path: Path) -> Path:
-    """`path`, unless what it is says what was meant; all else is the reader's to refuse."""
+    """Return `path`. Raises GGUFError for a folder or a URL; other errors are left to the
+    reader."""
     if path.is_dir():
-        hint = "name a GGUF in it"
+        hint = "name a GGUF file in it"
         if (path / "config.json").is_file():
-            hint = "`moe-edge convert` makes one of a checkpoint"
-        raise GGUFError(f"{path}: a folder, not a GGUF: {hint}")
+            hint = "convert the checkpoint with `moe-edge convert`"
+        raise GGUFError(f"{path}: this is a folder, not a GGUF file: {hint}")
     if path.parts and path.parts[0] in ("http:", "https:"):
-        raise GGUFError(f"{path}: no file; from the Hugging Face Hub it is hf:OWNER/NAME")
+        raise GGUFError(
+            f"{path}: URLs are not supported: use hf:OWNER/NAME for the Hugging Face Hub"
+        )
     return path
 
 
 def note(text: str) -> None:
-    """A line on stderr."""
+    """Print lines to stderr."""
     click.echo(strip_controls(text), err=True)

@@ -1,4 +1,4 @@
-"""The commands that write models: `moe-edge pack`, `export` and `convert`."""
+"""Commands that write models: `moe-edge pack`, `export` and `convert`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 @click.argument("target", metavar="OUT", type=NEW_FILE)
 @option(
     "--tiers LIST",
-    "Precisions to store, best first, as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
+    "Precisions to store, best first, such as q8_0,q4_k,q2_k.  [default: those for --for-ram]",
 )
 @option(
     "--for-ram SIZE",
-    "In the place of --tiers: the precisions for a memory of this size, as 12GiB; by imatrix with "
-    "--calib.",
+    "Choose the precisions for this much memory, such as 12GiB, instead of --tiers. With --calib, "
+    "the method is imatrix.",
 )
 @option(
     "--dense",
-    "Also quantize the F16 and F32 matrices that are not experts.",
+    "Also quantize F16 and F32 matrices that do not belong to experts.",
     type=click.Choice(["q8_0"]),
 )
 @method_options
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 def pack(
     source: Path, target: Path, tiers: str | None, for_ram: int | None, **options: Any
 ) -> None:
-    """Write the experts of a GGUF in several precisions into one file."""
+    """Store the experts of a GGUF in several precisions in one file."""
     if (tiers is None) == (for_ram is None):
         raise click.UsageError(
-            "which precisions? Give --tiers LIST, or --for-ram SIZE for those that suit a memory"
+            "the precisions are missing: give either --tiers LIST, or --for-ram SIZE to choose them"
         )
     names = _names_for(source, for_ram or 0) if tiers is None else tier_names(tiers)
     if for_ram is not None and options["method"] is None and options["calib"] is not None:
@@ -74,7 +74,7 @@ def _pack(
 
 
 def _names_for(source: Path, ram_bytes: int) -> list[str]:
-    """The precisions for a memory; says which, and why."""
+    """Return the precisions for this much memory, and print the reason for the choice."""
     from gguf_tools.experts import ExpertModel
     from orchestrator.memory.tiers_for import tiers_for
 
@@ -87,16 +87,17 @@ def _names_for(source: Path, ram_bytes: int) -> list[str]:
 @click.command(cls=Command)
 @click.argument("source", metavar="IN", type=FILE)
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@option("--tier NAME", "The precision to keep, as q4_k.", required=True)
+@option("--tier NAME", "Precision to export, such as q4_k.", required=True)
 @option(
-    "--keep-types", "Leave types as they are, also those that released llama.cpp does not read."
+    "--keep-types", "Keep all quantization types, even those that released llama.cpp cannot read."
 )
 @FORCE
 def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
-    """Write one precision of a packed file as a GGUF for any llama.cpp.
+    """Export one precision of a packed file as a GGUF for any llama.cpp.
 
-    A type that only recent builds read (q2_0, of rows that are no multiple of 256) is written as an
-    older one that holds the same numbers."""
+    A type that only recent builds read (q2_0 with rows that are not a multiple of 256) is written
+    as an older type with the same values.
+    """
     from gguf_tools.pack import export as run
 
     with progress_bar("Exporting") as progress:
@@ -107,22 +108,22 @@ def export(source: Path, target: Path, tier: str, keep_types: bool) -> None:
 @click.command(cls=Command)
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="OUT", type=NEW_FILE)
-@option("--tiers LIST", "Precisions to store, best first, as q8_0,q4_k,q2_k.", required=True)
+@option("--tiers LIST", "Precisions to store, best first, such as q8_0,q4_k,q2_k.", required=True)
 @option(
     "--dense",
-    "Type of the matrices that are not experts.  [default: the checkpoint's]",
+    "Type of the matrices outside the experts.  [default: that of the checkpoint]",
     type=click.Choice(["f16", "bf16", "q8_0"]),
 )
-@option("--imatrix FILE", "Weigh the columns of experts by this importance matrix of llama.cpp.")
-@option("--trust-remote-code", "Run code that the checkpoint brings for its tokenizer.")
+@option("--imatrix FILE", "Importance matrix of llama.cpp, which weighs the columns of experts.")
+@option("--trust-remote-code", "Run the checkpoint's own code for its tokenizer.")
 @THREADS
 @FORCE
 def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
-    """Write the experts of a checkpoint in several precisions into one file.
+    """Convert a checkpoint to a packed file with experts in several precisions.
 
-    SRC is a folder of Hugging Face's transformers, or hf:OWNER/NAME[@REVISION]. A GGUF is packed
-    as `moe-edge pack` does. Methods that read a text need a model that runs: convert to f16 first,
-    then pack that.
+    SRC is a folder of a transformers checkpoint, or hf:OWNER/NAME[@REVISION]. A GGUF is packed like
+    with `moe-edge pack`. Methods that read a calibration text need a model that runs: convert to
+    f16 first, then pack the result.
     """
     from gguf_tools.convert import convert as run
     from gguf_tools.convert.converting import check_arguments
@@ -131,7 +132,7 @@ def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
     names = tier_names(tiers)
     path, title = Path(source), None
     if source.startswith(PREFIX):
-        # What can be refused shall be, before gigabytes are downloaded.
+        # Check what can be checked before gigabytes are downloaded.
         check_arguments(target, names, options["imatrix"] is not None)
         path, title = resolve_checkpoint(source, note, lambda: progress_bar("Downloading"))
     if path.is_file() and path.suffix == ".gguf":
@@ -144,8 +145,10 @@ def convert(source: str, target: Path, tiers: str, **options: Any) -> None:
 
 
 def say_support(header: Path) -> None:
-    """Says how a model of this header will run, before its weights are computed. Raises
-    ConvertError where it will not."""
+    """Print how a model with this header will run, before its weights are written.
+
+    Raises ConvertError if llama.cpp cannot run it.
+    """
     from gguf_tools.errors import ConvertError
     from orchestrator.runtime.support import NOT, support_of
 
@@ -153,12 +156,12 @@ def say_support(header: Path) -> None:
     if found is None or not found.reason:
         return
     if found.runs == NOT:
-        raise ConvertError(f"what llama.cpp's converter makes of it cannot run: {found.reason}")
+        raise ConvertError(f"llama.cpp cannot run the converted model: {found.reason}")
     note(f"Note: {found.sentence}")
 
 
 def print_report(report: PackReport) -> None:
-    """What was written on stdout, what is odd about it on stderr."""
+    """Print a summary of the written file to stdout, and warnings to stderr."""
     tiers = ", ".join(
         f"{name} {bpw:.2f} bits {format_size(nbytes)}" for name, bpw, nbytes in report.tiers
     )

@@ -1,5 +1,8 @@
-"""Pictures of a model: where its bytes lie, and what it can be on a machine. They need matplotlib,
-the extra `plot`. Equal facts give equal SVG bytes."""
+"""Plots for `moe-edge inspect` and `plan`: the bytes of each layer, and the plans by speed and
+loss.
+
+They need matplotlib (the extra `plot`). Equal input gives byte-identical SVG files.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,32 @@ if TYPE_CHECKING:
 _FORMATS = (".png", ".svg")
 _DENSE_COLOUR = "#999999"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
-# Names out of a file are shown as they are, not read as formulas.
+# Names from a file are shown literally, not parsed as formulas.
 _STYLE: dict[str, Any] = {
     "font.size": 10,
     "svg.hashsalt": "moe-edge",
     "svg.fonttype": "none",
     "text.parse_math": False,
 }
-# Below it, a picture of KL is even and no longer logarithmic: lossless plans are at its foot.
+# Below this, the KL axis is linear, so that lossless plans (KL 0) can be shown.
 _LEAST_KL = 1e-4
-# Plans whose KL nobody knows stand so many times above the others.
+# Plans with an unknown KL are drawn this many times above the largest known one.
 _ABOVE = 4.0
 _MARKERS = "os^DvP"
 
 
 def prepare(path: Path) -> None:
-    """Checks, before anything is read, that a plot can be written there. Raises ConfigError."""
+    """Check that a plot can be written to this path, before any work. Raises ConfigError."""
     require_matplotlib("--plot")
     if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(_FORMATS)}")
+        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(_FORMATS)}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no such folder")
+        raise ConfigError(f"--plot {path}: the folder does not exist")
 
 
 @contextmanager
 def _picture(path: Path, width: float, height: float) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, which are written behind the block. Raises OSError."""
+    """Yield a figure and its axes, and save the figure at the end. Raises OSError."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -59,8 +62,10 @@ def _picture(path: Path, width: float, height: float) -> Iterator[tuple[Any, Any
 
 
 def draw_layers(facts: dict[str, Any], path: Path) -> None:
-    """Writes the facts of gguf_tools.inspect.describe as stacked bars, one for each layer. Raises
-    OSError where the file cannot be written."""
+    """Draw the bytes of each layer as stacked bars.
+
+    facts: from gguf_tools.inspect.describe. Raises OSError if the file cannot be written.
+    """
     from matplotlib.ticker import MaxNLocator
 
     layers = facts["per_layer"]
@@ -100,8 +105,11 @@ def draw_layers(facts: dict[str, Any], path: Path) -> None:
 
 
 def draw_plans(found: Frontier, title: str, path: Path) -> None:
-    """Writes the plans as points: milliseconds a token, and KL; those whose KL nobody knows are
-    hollow, on a line above the others. Raises OSError where the file cannot be written."""
+    """Draw plans as points: milliseconds per token against KL divergence.
+
+    Plans with an unknown KL are hollow and on a line above the others. Raises OSError if the file
+    cannot be written.
+    """
     with _picture(path, 9.0, 5.2) as (_, axes):
         shown = found.candidates
         unknown = _ABOVE * max([_LEAST_KL, *(each.kl or 0.0 for each in shown)])
@@ -115,12 +123,12 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
             faces = ["none" if each.kl is None else colour for each in mine]
             where = zip(*map(at, mine), strict=True)
             axes.scatter(*where, s=44, marker=marker, edgecolors=colour, facecolors=faces, zorder=3)
-            # full in the legend, whatever the points are
+            # an empty series, so that the legend has a filled marker
             axes.plot([], [], label=name, marker=marker, color=colour, linestyle="none")
         if any(each.kl is None for each in shown):
             axes.axhline(unknown, color="#999999", linewidth=1, linestyle=":")
             axes.annotate(
-                "KL not known",
+                "KL unknown",
                 (0.5, unknown),
                 xycoords=("axes fraction", "data"),
                 xytext=(0, 4),
@@ -129,14 +137,14 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
                 fontsize=8,
             )
         edge = [each for each in shown if each.best]
-        for each in edge:  # of the others the table says which they are: labels would overlap
+        for each in edge:  # only these are labelled: more labels would overlap
             axes.annotate(
                 f"{each.policy} {'/'.join(each.tiers)}",
                 (each.token_ms, each.kl or 0.0),
                 xytext=(5, 5),
                 textcoords="offset points",
                 fontsize=8,
-                rotation=30,  # neighbours often lose alike
+                rotation=30,  # neighbours often have nearly the same loss
                 rotation_mode="anchor",
             )
         steps = zip(*((each.token_ms, each.kl or 0.0) for each in edge), strict=True)
@@ -145,10 +153,10 @@ def draw_plans(found: Frontier, title: str, path: Path) -> None:
         axes.scatter(*at(found.taken), s=190, label="taken", **ring)
         axes.set_yscale("symlog", linthresh=_LEAST_KL)
         axes.set_ylim(bottom=-_LEAST_KL / 4)
-        axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")  # its own are formulas
+        axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")  # the default writes formulas
         axes.margins(x=0.12)
-        axes.set_xlabel("predicted ms a token")
-        axes.set_ylabel("predicted KL from the best tier, nats")
+        axes.set_xlabel("predicted ms per token")
+        axes.set_ylabel("predicted KL from the best tier, nats per token")
         axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
@@ -172,6 +180,6 @@ def _title(facts: dict[str, Any]) -> str:
 
 
 def _short(name: str, most: int) -> str:
-    """A name out of the file, on one line and not longer than that."""
+    """Return a name from a file on one line, with at most `most` characters."""
     name = " ".join(strip_controls(name).split())
     return name if len(name) <= most else name[: most - 3] + "..."

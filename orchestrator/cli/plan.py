@@ -1,4 +1,4 @@
-"""What this machine can run, and the plans of a model on it, as tables: `moe-edge plan`."""
+"""`moe-edge plan`: which models this machine can run, and the plans for one model, as tables."""
 
 from __future__ import annotations
 
@@ -35,32 +35,33 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from orchestrator.cost.plans import Candidate, Frontier
 
-# Bytes a second; a disk below it makes whatever streams slow.
+# Bytes per second. Streaming from a slower disk is called slow.
 SLOW_DISK = 5e8
 _KNOWN_HEAD = (
     *("model", "parameters", "precision", "here", "tok/s", "at 8k", "first"),
     *("RAM GiB", "disk GiB"),
 )
 _COLUMNS = 100
-# Two figures of the same thing that differ by less are one.
+# Two predictions that differ by less than this factor are shown as one number.
 _DIFFER = 1.1
 _HEAD = (
     *("", "plan", "precision", "experts", "ms/token", "tok/s"),
     *("first prompt", "prompt", "loss, nats"),
 )
 _UNKNOWN = (
-    "Nobody has used this model here: its experts count as used alike, which is the slowest case, "
-    "and tokens a second go up to those where few are used mostly. An answer says which."
+    "This model has no usage history on this machine. The lower speed assumes uniform expert usage, "
+    "the slowest case; the higher one assumes that few experts get most of the tokens."
 )
 
-# docs/policies.md, "Choosing one".
+# The numbers of docs/policies.md, "Choosing one".
 _USUAL = (
-    "For scale: on the demo model all experts in Q4_K lose 0.012 nats from Q8_0, and in Q2_K 0.14."
+    "For comparison: on the demo model all experts in Q4_K lose 0.012 nats per token from Q8_0, "
+    "and in Q2_K 0.14."
 )
 
 
 def render(found: Frontier, best: str) -> str:
-    """The plans, the fastest first. best: the tier that KL is counted from."""
+    """Format the plans as a table, the fastest first. best: the tier that KL is measured from."""
     from orchestrator.cost.plans import behind_text
     from orchestrator.cost.speeds import DISTURBED
     from orchestrator.cost.time import PROMPT_TOKENS
@@ -82,11 +83,11 @@ def render(found: Frontier, best: str) -> str:
     return "\n".join(
         [
             *aligned([_HEAD, *rows]),
-            f"Prompts have {PROMPT_TOKENS} tokens, and KL is the mean from {best}; 0 is lossless. "
-            f"+: no other plan is both faster and closer; *: taken.",
+            f"Prompts have {PROMPT_TOKENS} tokens. The loss is the mean KL from {best} per token; "
+            "0 is lossless. +: no other plan is both faster and more exact; *: chosen.",
             _USUAL,
             *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
-            f"`chat` and `serve` take {found.why}",
+            f"`chat` and `serve` use {found.why}",
             *filter(None, [behind_text(found.taken.token_ms_behind)]),
             *([DISTURBED] if found.disturbed else []),
         ]
@@ -94,28 +95,29 @@ def render(found: Frontier, best: str) -> str:
 
 
 def _kl(each: Candidate) -> str:
+    """Format a plan's quality loss; "?" if it is unknown."""
     if each.kl is None:
         return "?"
     return "<= " * each.kl_at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
 def render_known(known: Known) -> str:
-    """The table of known models on this machine."""
+    """Format the table of known models on this machine."""
     rows = [_KNOWN_HEAD, *(_known_row(row, known.runs(row)) for row in known.best())]
     slow = "" if known.disk_bytes_per_s >= SLOW_DISK else ", which is slow"
     machine = (
         f"{known.processor}, {known.threads} threads; {format_size(known.ram_bytes)} of memory for "
-        f"a model; a disk of {known.disk_bytes_per_s / 1e9:.2f} GB/s{slow}, with "
-        f"{format_size(known.free_bytes)} free"
+        f"a model; disk reads {known.disk_bytes_per_s / 1e9:.2f} GB/s{slow}; "
+        f"{format_size(known.free_bytes)} of disk space free"
     )
     legend = (
-        f"Each model is shown in the best precision that has {WELL:g} tokens a second or more, or "
-        f"else in its fastest one; --json has all. Here: {FITS}, all of it in memory; {STREAMS}, "
-        f"experts come from the disk as they are needed; {NO_ROOM}, more than is free on the disk. "
-        f"At 8k: tokens a second behind {LONG} tokens. First: seconds until the answer to a first "
-        f"prompt of {known.first_tokens} tokens begins. Experts count as used alike, which is the "
-        f"slowest case for those that stream; tok/s go up to those where few experts are used "
-        f"mostly."
+        f"Each model is shown in the best precision with at least {WELL:g} tokens per second, or "
+        f"else in the fastest one; --json lists all. Here: {FITS}, all of it in memory; {STREAMS}, "
+        f"experts are read from disk as needed; {NO_ROOM}, larger than the free disk space. "
+        f"At 8k: tokens per second after {LONG} tokens. First: seconds until the answer to a first "
+        f"prompt of {known.first_tokens} tokens starts. Speeds of models that stream assume uniform "
+        f"expert usage, the slowest case; the upper end of a range assumes that few experts get "
+        f"most of the tokens."
     )
     return "\n".join(
         [
@@ -124,7 +126,7 @@ def render_known(known: Known) -> str:
             *aligned(rows),
             "",
             *wrap(legend, _COLUMNS),
-            "`moe-edge plan hf:OWNER/NAME/FILE` says more of a file before it is downloaded.",
+            "`moe-edge plan hf:OWNER/NAME/FILE` plans a model before you download it.",
             *wrap(known.disturbed, _COLUMNS),
         ]
     )
@@ -135,7 +137,7 @@ def _number(value: float | None) -> str:
 
 
 def _up_to(least: float | None, most: float | None) -> str:
-    """A figure, or a range where the two differ by more than predictions do."""
+    """Format a number, or a range if the two differ by more than the error of a prediction."""
     if least is None or most is None or most < _DIFFER * least:
         return _number(least)
     return f"{_number(least)}-{_number(most)}"
@@ -156,8 +158,9 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
 
 
 def _of_known(as_json: bool, options: dict[str, Any]) -> None:
+    """Print the table of known models."""
     chosen = {"remember": True, "conversations": True, **given(options), "model": os.devnull}
-    config = make_config(chosen)  # of no model in particular
+    config = make_config(chosen)  # the model is a placeholder
     with Console().bars() as console:
         known = known_here(config, console.bar)
     best = [asdict(row) | {"runs": known.runs(row)} for row in known.best()]
@@ -170,30 +173,31 @@ def _of_known(as_json: bool, options: dict[str, Any]) -> None:
 @JSON
 @option(
     "--plot picture OUT.png",
-    "Draw time and loss of the plans there (or .svg); needs the extra `plot`.",
+    "Draw the plans by time and loss to a file (.png or .svg). Needs the extra `plot`.",
     type=NEW_FILE,
 )
 @FORCE
 def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any) -> None:
-    """Show what this machine can run, or what one model can be here.
+    """Show which models this machine can run, or how it would run one model.
 
-    Without a model: a table of known ones, each as it would run here. With a file, with
-    hf:OWNER/NAME/FILE or with a URL, of which the header alone is read: its plans by speed and
-    loss, and the one that is taken. Each is predicted: milliseconds a token, seconds until the
-    first token, and the loss from the file's best precision where `moe-edge calibrate` has fitted
-    it: KL in nats a token. With --max-loss, `chat` and `serve` take the fastest plan within it.
+    Without a model, it prints a table of known models. MODEL may be a file, hf:OWNER/NAME/FILE or a
+    URL; only the header of a remote file is read. Then it prints the plans for the model by speed
+    and quality loss, and the chosen one. Predictions: milliseconds per token, seconds until the
+    first token, and the KL divergence from the file's best precision in nats per token, if
+    `moe-edge calibrate` has measured it. With --max-loss, `chat` and `serve` use the fastest plan
+    within that loss.
     """
     asked = one_name(named, options["model"])
     if asked is not None:
         _of_one(asked, as_json, picture, options)
     elif picture is not None:
-        raise click.UsageError("--plot draws the plans of one model: name it")
+        raise click.UsageError("--plot draws the plans of one model: name a model")
     else:
         _of_known(as_json, options)
 
 
 def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
-    """The plans of a model that is named as a file, on the Hub, or by a URL."""
+    """Print the plans of one model: a file, a file on the Hub, or a URL."""
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
     from orchestrator.cli.machine import examine
@@ -218,7 +222,7 @@ def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, 
     if not as_json:
         if headers:
             read = format_size(headers.read_bytes)
-            note(f"{asked}: {format_size(headers.nbytes)}, of which {read} were read")
+            note(f"{asked}: {format_size(headers.nbytes)}, of which {read} were downloaded")
         for sentence in found["notes"]:
             note(sentence)
     if found["plan_note"] and plans is None:

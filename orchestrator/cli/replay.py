@@ -1,4 +1,4 @@
-"""The command line of `moe-edge trace` and `moe-edge replay`."""
+"""`moe-edge trace` and `moe-edge replay`."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from orchestrator.lab.replay.near_data import NearData, render_near_data, replay
 from orchestrator.policy import DEFAULT, policy_settings
 from orchestrator.settings import flag_of
 
-# Settings of a replay on near-data memory that no policy has.
+# Settings of a replay on near-data memory that are not settings of a policy.
 NEAR_DATA = {
     name: each for name, each in NearData.declared().items() if name not in policy_settings()
 }
-# Nobody records so many tokens of a text without saying how many.
+# The limit of tokens if neither --tokens nor --ctx is given.
 MOST_TOKENS = 1 << 17
 
 
 @click.command(cls=Command)
 @model_options
-@option("--out FILE", "The trace, as T.npz.", type=NEW_FILE, required=True)
+@option("--out FILE", "Trace to write, such as T.npz.", type=NEW_FILE, required=True)
 @FORCE
-@option("--text FILE", "Evaluate this text, token by token, as decoding.")
+@option("--text FILE", "Evaluate this text token by token, in decode.")
 @option(
     "--prefill N",
-    "With --text: take its first N tokens as a prompt.  [default: 0]",
+    "With --text: read its first N tokens as a prompt.  [default: 0]",
     type=AT_LEAST_0,
     default=0,
 )
-@option("-p --prompt TEXT", "Answer this prompt instead.")
+@option("-p --prompt TEXT", "Answer this prompt, instead of --text.")
 @option(
     "--tokens N",
-    "Tokens of the text, or of the answer.  [default: what the context holds, or 512]",
+    "Tokens of the text or of the answer.  [default: a full context, or 512]",
 )
 @option("--seed N", "Seed of the answer.", type=AT_LEAST_0)
 def trace(
@@ -73,15 +73,16 @@ def trace(
 ) -> None:
     """Record the routing of a run, for `moe-edge replay`.
 
-    Without --policy it is the one for models that do not fit, which looks ahead, under the whole
-    memory."""
+    Without --policy it uses the default policy for models that do not fit in memory, which
+    prefetches, within all of the memory.
+    """
     from orchestrator.lab.eval.text import read_text
     from orchestrator.lab.replay.file import check_trace_target, write_trace
     from orchestrator.lab.replay.record import record_answer, record_text
     from orchestrator.runtime.answering import Answering
 
     if (text is None) == (prompt is None):
-        raise click.UsageError("what to evaluate: give either --text FILE or -p TEXT")
+        raise click.UsageError("the input is missing: give either --text FILE or -p TEXT")
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
     if prefill and text is None:
@@ -105,13 +106,13 @@ def trace(
 @click.argument("file", metavar="[FILE]", type=FILE, required=False)
 @together(*ReplayOptions.declared().values())
 @together(*policy_options(recorded=True))
-@option("--study NAME", f"A figure of the papers, from this trace: {', '.join(REPLAY_STUDIES)}.")
+@option("--study NAME", f"Figure of a paper, from this trace: {', '.join(REPLAY_STUDIES)}.")
 @STUDY_OUT
 @FORCE
 @option(
     "--near-data",
-    "Play it on a GPU beside a memory that computes. Layers are repeated to a large model's shape, "
-    "and without FILE the routing is generated.",
+    "Replay on a GPU with near-data memory. Layers are repeated up to a large model's shape. "
+    "Without FILE the routing is generated.",
 )
 @together(*(replace(each, group="With --near-data") for each in NEAR_DATA.values()))
 @JSON
@@ -123,9 +124,10 @@ def replay(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Play a trace with another policy, memory or disk: no model needed.
+    """Replay a trace with another policy, memory size or disk, without a model.
 
-    It is compared with lru, with what no cache can beat, and with the recorded run."""
+    The result is compared with lru, with the bound for any cache, and with the recorded run.
+    """
     from orchestrator.native.llama import Bindings
 
     chosen = given(options)
@@ -135,14 +137,13 @@ def replay(
         return
     for name in NEAR_DATA.keys() & chosen.keys():
         raise click.UsageError(
-            f"{flag_of(name)} is for a replay on near-data memory: give --near-data, or leave it "
-            f"out"
+            f"{flag_of(name)} needs --near-data: add --near-data, or leave {flag_of(name)} out"
         )
     if file is None:
         raise click.UsageError(
-            "Missing argument 'FILE': name a trace that `moe-edge trace` wrote, or give --near-data"
+            "Missing argument 'FILE': give a trace from `moe-edge trace`, or --near-data"
         )
-    # Policies have a setting `losses` too, which a trace does not record: here it is replay's own.
+    # Policies have a setting `losses` too, but a trace does not record it. Here it is replay's own.
     settings = {
         name: chosen.pop(name)
         for name, declared in policy_settings().items()
@@ -162,11 +163,11 @@ def replay(
 
 
 def _replay_near_data(file: Path | None, chosen: dict[str, Any], as_json: bool) -> None:
-    """`moe-edge replay --near-data`, with the options that were given."""
+    """Run `moe-edge replay --near-data` with the given options."""
     for name in chosen:
         if name not in NearData.declared():
             raise click.UsageError(
-                f"{flag_of(name)} has no effect with --near-data: leave one of the two out"
+                f"{flag_of(name)} has no effect with --near-data: leave one of them out"
             )
     with as_options():
         asked = NearData.of(chosen)

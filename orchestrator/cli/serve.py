@@ -1,4 +1,4 @@
-"""The command line of `moe-edge serve`."""
+"""`moe-edge serve`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _OPTIONS = ServeSettings.declared()
 @model_options
 @together(*answer_settings())
 def serve(**options: Any) -> None:
-    """Answer other programs: OpenAI's, Anthropic's and Ollama's interfaces. The options of
-    an answer are what a request gets that does not say otherwise."""
+    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama. Options for
+    answers are the defaults for requests that do not set them."""
     try:
         from orchestrator.serve.run import Running
     except ImportError as error:
-        raise MoeEdgeError(f"the server needs {error.name}: run `make build`") from error
+        raise MoeEdgeError(f"the server needs package {error.name}: run `make build`") from error
 
     console = Console()
     own = {name: options.pop(name) for name in _OPTIONS}
@@ -42,4 +42,4 @@ def serve(**options: Any) -> None:
     config = make_config({"remember": True, **given(options)})
     if not Running(config, settings, console.note, console.bar).run():
         sys.stderr.flush()
-        os._exit(0)  # else Python would wait for the thread that does not end
+        os._exit(0)  # a normal exit would wait for the thread that is still in llama.cpp

@@ -1,1 +1,1 @@
-"""The server: llama.cpp's own, without its HTTP, behind an HTTP application of ours."""
+"""The HTTP server: our HTTP application in front of llama.cpp's server core."""

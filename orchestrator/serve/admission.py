@@ -1,6 +1,7 @@
-"""What may be here at once: turns, sequences, bodies of requests, and answers that nobody reads.
+"""Admission control of the server: queues, slots, memory for request bodies, unread answers.
 
-All of it is of one event loop.
+All objects of this module belong to one event loop and are not thread-safe, unless a docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class Asked(Protocol):
-    """A request to the native server, as NativeRequest."""
+    """A running query to the native server, such as `NativeRequest`."""
 
     def whole(self) -> tuple[int, bytes]: ...
 
@@ -34,39 +35,43 @@ class Asked(Protocol):
 
 
 class Asks(Protocol):
-    """Asks the native server what it need not compute for, as Runtime."""
+    """Sends queries that decode nothing to the native server, such as `Runtime`."""
 
     def query(self, route: str, body: bytes = b"") -> Asked: ...
 
 
-# Of answers that are made and that nobody reads.
+# Memory for computed answers that their clients have not read yet.
 UNREAD_BYTES = 4 * 2**20
-# What each answer may take for the probabilities of its tokens.
+# Memory for the token probabilities of each answer.
 PROBS_BYTES = 5 << 20
-# What reading a body may take, its tokens and llama.cpp's objects among it, for each byte of the
-# longest one: prose and code take 25 to 50, and `orchestrator.serve.requests` refuses a body that
-# would take more. A tokenizer that looks for merges in a whole text (SentencePiece's) takes 45 to
-# 70, and 91 at most, whatever the text: its tables are in two places while they grow.
+# Peak memory for reading a body, in bytes for each byte of the longest allowed body. It includes
+# the tokens and llama.cpp's objects. Prose and code take 25 to 50; `orchestrator.serve.requests`
+# refuses a body that would take more than BODY_FACTOR. A tokenizer that merges across the whole
+# text (SentencePiece) takes 45 to 70, and at most 91, because its tables are copied while they
+# grow.
 BODY_FACTOR, WHOLE_FACTOR = 64, 92
-# So many of the longest bodies may arrive and wait at once. One client's bodies may take up to
-# CLIENT_SHARE times as many bytes as they leave free for other clients.
+# KEPT: how many bodies of the longest length may arrive or wait at the same time. The bodies of one
+# client may take up to CLIENT_SHARE times as many bytes as they leave free for other clients.
 KEPT, CLIENT_SHARE = 8, 3
-# An entry of a request's state: its answer may wait for its client for longer than others.
+# Key in a request's scope state: the endpoint sets its own time limits for a slow client.
 PACES_ITSELF = "paces_itself"
-# An entry of a request's state: the name of its client, a digest of its key or an address.
+# Key in a request's scope state: the name of its client, a digest of its key or an address.
 CLIENT = "client"
-# What is freed goes back to the system from this length on.
+# Freed blocks of at least this length return to the operating system.
 RETURN_FROM_BYTES = 2**19
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# A text without messages is compared with others in pieces of so many characters.
+# A prompt without messages is compared in pieces of this many characters or tokens.
 _PIECE_CHARS = 64
 _SHARED = ("system", "developer")
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request's place in the line. turn is done when it may run, or fails with a Refusal if
-    another client takes the place. client: who asks, a key or an address."""
+    """A request's place in the queue.
+
+    turn: completes when the request may run. It fails with Refusal if another client displaces the
+    request. client: the name of the client, a key or an address.
+    """
 
     places: int
     cells: int
@@ -75,41 +80,44 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in, each with the places and the part of the context that it takes.
+    """Admits requests. Each request reserves places (answers at once) and cells of the context.
 
-    Clients take turns: each client's requests run in their order, and after one of them the other
-    clients that wait come first. If the queue is full, a client with fewer waiting requests gets
-    the place of the last request of the client with the most.
+    Clients take turns: the requests of one client run in order, and after each of them the other
+    waiting clients come first. If the queue is full, a client with fewer waiting requests displaces
+    the last request of the client with the most.
 
-    running: requests now; refused: requests that the queue had no place for, since the start.
+    running: number of admitted requests. refused: number of requests that found the queue full,
+    since the start.
     """
 
     def __init__(self, places: int, queue: int) -> None:
-        """places: answers at once; queue: requests that may wait."""
+        """places: how many answers may run at once. queue: how many requests may wait."""
         self.places, self.queue = places, queue
         self.running = self.refused = 0
         self._free, self._cells = places, 0
-        # By client, the one whose turn is next first. No line is empty.
+        # Keyed by client, in the order of their turns. No queue in it is empty.
         self._lines: dict[str, deque[Ticket]] = {}
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of requests that wait for their turn."""
         return sum(map(len, self._lines.values()))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request runs or waits."""
+        """Whether no request runs and no request waits."""
         return not (self.running or self._lines)
 
     def open(self, cells: int) -> None:
-        """Sets how many cells the shared context has."""
+        """Set the number of cells in the shared context."""
         self._cells = cells
 
     def join(self, places: int = 1, cells: int = 0, client: str = "") -> Ticket:
-        """Returns a place in the line, whose turn may come at once. cells: of the context, for the
-        prompt and its answers. Raises Refusal if the queue is full, and ValueError for more places
-        than there are."""
+        """Return a new place in the queue. Its turn may come at once.
+
+        cells: KV cells to reserve for the prompt and its answers. Raises Refusal if the queue is
+        full, and ValueError if the gate has fewer places in total.
+        """
         if not 1 <= places <= self.places:
             raise ValueError(f"{places} places of {self.places}")
         ticket = Ticket(places, cells, client, asyncio.get_running_loop().create_future())
@@ -121,8 +129,10 @@ class Gate:
         return ticket
 
     def _make_place(self, client: str) -> None:
-        """Takes the last place of the client with the most waiting requests for another client.
-        Raises Refusal if that would not be fair."""
+        """Remove the last request of the client with the most waiting requests.
+
+        Raises Refusal if `client` would then have as many waiting requests as that client.
+        """
         full = Refusal(429, "too many requests wait already (--queue): try again later")
         longest = max(self._lines.values(), key=len, default=deque())
         if len(longest) <= len(self._lines.get(client, ())) + 1:
@@ -132,8 +142,10 @@ class Gate:
         last.turn.set_exception(full)
 
     def widen(self, ticket: Ticket, cells: int) -> bool:
-        """Gives a running request more of the context, until it leaves; False if there is no
-        more."""
+        """Raise the reservation of a running request to `cells`, until it leaves.
+
+        Returns False, without a change, if the context has too few free cells.
+        """
         more = max(0, cells - ticket.cells)
         if more > self._cells:
             return False
@@ -145,7 +157,7 @@ class Gate:
         return ticket.places <= self._free and (ticket.cells <= self._cells or not self.running)
 
     def leave(self, ticket: Ticket) -> None:
-        """Gives a place back, at any time, once."""
+        """Return a request's reservation, or remove it from the queue. Call this exactly once."""
         turn = ticket.turn
         if turn.done() and not turn.cancelled() and turn.exception() is None:
             self.running -= 1
@@ -170,7 +182,7 @@ class Gate:
             ticket = line.popleft()
             del self._lines[client]
             if line:
-                self._lines[client] = line  # after the others
+                self._lines[client] = line  # moves the client to the end
             self._free -= ticket.places
             self._cells -= ticket.cells
             self.running += 1
@@ -178,17 +190,20 @@ class Gate:
 
 
 class Unread:
-    """Answers that are made and that their clients have not taken, in memory: n_bytes of them."""
+    """Computed answers that wait in memory for slow clients. n_bytes: their total length."""
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: beyond it the answer that waits the longest is given up, but never the last
-        one."""
+        """most_bytes: above this total, the oldest answers are dropped, except the last one."""
         self.n_bytes = 0
         self._most_bytes = most_bytes
         self._kept: dict[object, tuple[int, Callable[[], None]]] = {}
 
     def keep(self, owner: object, n_bytes: int, give_up: Callable[[], None]) -> None:
-        """owner calls leave once its client has taken all, or is gone."""
+        """Register n_bytes of an unread answer. give_up: called if the answer is dropped.
+
+        owner: identifies the answer. Call `leave` with it when the client has read everything or
+        has disconnected.
+        """
         self._kept[owner] = n_bytes, give_up
         self.n_bytes += n_bytes
         while self.n_bytes > self._most_bytes and len(self._kept) > 1:
@@ -198,21 +213,27 @@ class Unread:
             give_up()
 
     def leave(self, owner: object) -> None:
+        """Forget an answer. Unknown owners are ignored."""
         n_bytes, _ = self._kept.pop(owner, (0, None))
         self.n_bytes -= n_bytes
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A request as pieces whose beginnings can be compared. n_common: how many of the first ones
-    others have, too, without being the same conversation: tools, and what a system says."""
+    """A request, cut into pieces that are compared by their digests.
+
+    n_common: the number of leading pieces that different conversations may share, because they hold
+    tools and system messages.
+    """
 
     pieces: tuple[bytes, ...] = ()
     n_common: int = 0
 
     def goes_on(self, before: Conversation) -> int:
-        """How many pieces it shares with one that it continues, repeats, or says the last piece of
-        in another way; else 0."""
+        """Return the number of leading pieces shared with `before` if this continues it, else 0.
+
+        A request continues `before` if it appends to it, repeats it, or replaces its last piece.
+        """
         shared = 0
         for ours, theirs in zip(self.pieces, before.pieces, strict=False):
             if ours != theirs:
@@ -223,9 +244,12 @@ class Conversation:
 
 
 def conversations_of(data: dict[str, Any], most: int) -> list[Conversation]:
-    """What a request goes on from, for each sequence that it takes: one for each of its prompts,
-    `most` of them at most; or for one prompt one for each of its answers."""
-    n = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
+    """Return one conversation for each sequence that a request needs.
+
+    A request with several prompts needs one sequence for each, up to `most`. A request with one
+    prompt and `n` answers needs n; all except the first get an empty conversation.
+    """
+    n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
     messages = data.get("messages", data.get("input"))
     if messages is not None:
         return [_of_messages(messages, data)] + [Conversation()] * (n - 1)
@@ -269,14 +293,16 @@ class _Seat:
 
 
 class Seats:
-    """The sequences of one server, each with the conversation that it was last given. Who takes
-    gives back what it got, by leave, once, and takes no more than the gate has places.
+    """Assigns requests to the slots of the native server (one slot is one sequence).
 
-    Left to itself, llama.cpp gives a request the idle sequence whose tokens begin most like it,
-    from a tenth of the prompt on, and writes over what follows there. Conversations with one system
-    prompt so take each other's place, even while another sequence is free. Here a request gets the
-    sequence that holds its own conversation, and any other one gets the sequence that was used the
-    longest ago. What conversations have in common is then read once for each sequence, and no more.
+    Each slot remembers the conversation that it was last given. A caller takes at most as many
+    slots as the gate has places, and returns them with `leave`, once.
+
+    llama.cpp alone would choose the idle slot with the longest common prefix (from a tenth of the
+    prompt on) and overwrite the rest of its cells. Conversations with the same system prompt would
+    then evict each other even while another slot is free. Here a request gets the slot that holds
+    its own conversation; otherwise it gets the least recently used slot. So each slot reads a
+    shared prefix only once.
     """
 
     def __init__(self, n: int) -> None:
@@ -284,8 +310,11 @@ class Seats:
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
-        """A sequence for each of these, and how many cells of the context they may still hold,
-        which stay until a prompt begins there. cells: that the request may leave behind."""
+        """Return one slot for each conversation, and how many KV cells these slots still hold.
+
+        The old cells stay allocated until a prompt starts in the slot. cells: how many cells the
+        request may leave in its slots.
+        """
         taken, held = [], 0
         for each in asked:
             number = max(
@@ -299,19 +328,23 @@ class Seats:
         return taken, held
 
     def leave(self, taken: Iterable[int]) -> None:
+        """Mark the slots as idle."""
         for number in taken:
             self._seats[number].busy = False
 
 
 def client_left() -> Refusal:
-    """Return the refusal of a request whose client has left. Its status, nginx's, is for the
-    log."""
+    """Return the refusal for a request whose client has disconnected. 499 is nginx's status for
+    this; only the log shows it."""
     return Refusal(499, "the client has left")
 
 
 async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:
-    """Return the result of work on a thread. If the caller is cancelled, wait for the work to end
-    all the same, because its memory is in use until then. give_up: asks the work to end soon."""
+    """Return the result of work that runs on a thread.
+
+    If the caller is cancelled, this still waits for the end of the work, because the work uses the
+    request's memory until then. give_up: asks the work to end soon.
+    """
     try:
         return await asyncio.shield(work)
     finally:
@@ -319,28 +352,31 @@ async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lamb
             give_up()
         await asyncio.wait({work})
         if not work.cancelled():
-            work.exception()  # nobody else asks for it where this was cancelled
+            work.exception()  # marks it as retrieved, in case this coroutine was cancelled
 
 
 def bodies_bytes(longest_bytes: int, parallel: int, factor: int) -> int:
-    """What bodies take together: those that arrive and wait, one that is looked at, and those of
-    the answers that decode. factor: what reading one takes for each byte of the longest."""
+    """Return the peak memory of all request bodies, in bytes.
+
+    That is bodies that arrive or wait, one that is being read, and those of `parallel` answers.
+    factor: peak memory for reading one body, for each byte of the longest body.
+    """
     return longest_bytes * (KEPT + factor * (1 + parallel))
 
 
 class Bodies:
-    """The bodies of all requests of a server.
+    """Memory accounting for the bodies of all requests.
 
-    A body counts once, from its first byte until its turn. Working with a body takes many times
-    its length. So one thread at a time works with a body before its turn, for the clients in turn.
-    After that, as many bodies are in memory as requests are answered at once.
+    A body counts from its first byte until the turn of its request. Reading a body takes many times
+    its length, so only one thread reads bodies before their turn, and clients take turns on it.
+    After that, at most as many bodies are in memory as requests are answered at once.
 
-    kept_bytes: bytes of bodies that arrive or wait; refused: bodies without free space, since the
-    start.
+    kept_bytes: total length of the bodies that arrive or wait. refused: number of bodies that found
+    no free memory, since the start.
     """
 
     def __init__(self, workers: Executor, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """workers: runs the work with bodies; is_stopping: whether the server ends."""
+        """workers: runs the reading of bodies. is_stopping: whether the server is shutting down."""
         self.kept_bytes = self.refused = 0
         self.is_stopping = is_stopping
         self._workers = workers
@@ -349,13 +385,16 @@ class Bodies:
 
     @property
     def waiting(self) -> int:
-        """Bodies that wait for the thread."""
+        """Number of bodies that wait for the reading thread."""
         return self._line.waiting
 
     def keep(self, n_bytes: int, client: str, most_bytes: int) -> None:
-        """Add n_bytes to the kept bytes of a client, or remove them if negative. most_bytes: of
-        all clients. Raises Refusal if there is no space; waiting for space would let a client that
-        sends nothing hold up the others."""
+        """Add n_bytes to the kept bytes of a client, or remove them if negative.
+
+        most_bytes: the limit for all clients together. Raises Refusal if there is not enough free
+        memory. It does not wait for memory, because then a client that sends nothing could block
+        the others.
+        """
         total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
         if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
             self.refused += 1
@@ -368,10 +407,11 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Return the result of call, which works with one body on a thread, at the client's turn.
+        """Run `call`, which reads one body, on a thread at the client's turn, and return its
+        result.
 
-        If this is cancelled before the turn, call never runs. If it is cancelled later, give_up
-        asks call to end soon, and this ends after it.
+        If this is cancelled before the turn, `call` never runs. If it is cancelled later, give_up
+        asks `call` to end soon, and this method returns after that.
         """
         ticket = self._line.join(client=client)
         try:
@@ -383,12 +423,13 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. data: its bytes, until its turn. The owner calls take at the end."""
+    """The body of one request. data: its bytes, until the turn of the request. The owner calls
+    `take` at the end in any case."""
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
-        """longest_bytes: of the body of any request; client: a key or an address."""
+        """longest_bytes: the longest allowed body. client: a key or an address."""
         self.data = b""
-        self._asking: Asked | None = None  # what a thread asks the native server
+        self._asking: Asked | None = None  # the query that a thread waits for
         self._is_given_up, self._lock = False, threading.Lock()
         self._bodies, self._most_bytes, self._client = bodies, KEPT * longest_bytes, client
         self._n_bytes = 0
@@ -399,14 +440,18 @@ class Body:
         self._n_bytes = n_bytes
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return the result of call, which works with this body on a thread, at its client's turn.
-        If this is cancelled, what call asks the native server is given up."""
+        """Run `call`, which reads this body, on a thread at its client's turn. Return its result.
+
+        If this is cancelled, a native query that `call` waits for is cancelled too.
+        """
         return await self._bodies.run(call, self._client, self.give_up)
 
     def ask(self, runtime: Asks, route: str, text: bytes) -> tuple[int, bytes]:
-        """Ask the native server something that decodes nothing, such as the length of a prompt.
-        Return (status, answer). Blocks; give_up ends it soon. Raises Refusal after give_up, and if
-        the server ends, because the answer may then be an error or empty."""
+        """Send the native server a query that decodes nothing, such as the length of a prompt.
+
+        Returns (HTTP status, answer). Blocks; `give_up`, from another thread, ends the wait. Raises
+        Refusal after `give_up`, and during shutdown, because the answer may then be incomplete.
+        """
         request = runtime.query(route, text)
         with self._lock:
             if self._is_given_up:
@@ -423,23 +468,25 @@ class Body:
         return answer
 
     def give_up(self) -> None:
-        """End what a thread asks the native server for this body."""
+        """Cancel the native query for this body, if one is running. Thread-safe."""
         with self._lock:
             self._is_given_up = True
             if self._asking is not None:
                 self._asking.cancel()
 
     def take(self) -> bytes:
-        """Return the bytes at the turn of the request. They no longer count as kept."""
+        """Return the bytes, and stop counting them. Later calls return an empty body."""
         data, self.data = self.data, b""
         self.count(0)
         return data
 
 
 def return_memory() -> None:
-    """Lets the allocator (glibc) give memory back as soon as it is freed. Left to itself it keeps
-    what is free at the end of a thread's arena, up to 64 MiB for each thread, and `malloc_trim`
-    leaves that where it is."""
+    """Make glibc's allocator return freed memory to the operating system at once.
+
+    By default it keeps free memory at the end of each thread's arena, up to 64 MiB for each thread,
+    and `malloc_trim` does not release that. Does nothing with another C library.
+    """
     with suppress(AttributeError, OSError):
         allocator = ctypes.CDLL(None)
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):

@@ -1,4 +1,5 @@
-"""One request on its way: its turn, its silence, its parts, and the client that goes away."""
+"""One generating request: waits for its turn, streams its answer, handles timeouts and
+disconnects."""
 
 from __future__ import annotations
 
@@ -36,50 +37,55 @@ from orchestrator.serve.wire import (
 )
 from orchestrator.settings import Settings
 
-# A silence after which a stream gets a comment, so that nobody takes the connection for dead.
+# After this silence a stream sends a comment, so that proxies do not close an idle connection.
 PING_S = 5.0
 PING = b": working\n\n"
-# A stream that reports how much of a prompt is read does so this often within one step.
+# While a prompt is read, a stream with `return_progress` sends a report this often.
 PROGRESS_S = 1.0
-# How long a client may take for the last word of its answer before its connection is cut.
+# How long a client may take to read the final error before its connection is closed.
 LAST_WORD_S = 1.0
 STREAM, JSON = "text/event-stream", "application/json; charset=utf-8"
 
 
 async def until_left(receive: Receive) -> None:
-    """Return when the client of a request has left."""
+    """Return when the client of a request has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Outlet:
-    """The way out of one request to a path: the status and its kind once, then parts."""
+    """Writes one response: the status and headers once, then the parts of the body.
+
+    status: the HTTP status that was sent; None before the headers.
+    """
 
     def __init__(self, send: Send, route: str) -> None:
         self._send, self._route = send, route
-        self.status: int | None = None  # once it is sent
+        self.status: int | None = None
 
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
+        """Send the status and headers. more: further header fields."""
         self.status = status
         fields = {"content-type": content_type, "cache-control": "no-store", **(more or {})}
         if content_type == STREAM:
-            fields["x-accel-buffering"] = "no"  # nginx would hold it back
+            fields["x-accel-buffering"] = "no"  # or nginx would buffer the stream
         headers = [(name.encode(), text.encode()) for name, text in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def part(self, data: bytes, more: bool = True) -> None:
+        """Send a part of the body. more: False for the last part."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def ping(self) -> None:
-        """Says in a stream that the work goes on."""
+        """Send a comment in the stream, to show that the request is still being processed."""
         if self.status is None:
             await self.begin(200, STREAM)
         await self.part(PING)
 
     async def fail(self, refusal: Refusal) -> None:
-        """Ends the answer with an error: as its status, or as an event where a stream has
+        """End the response with an error: as the HTTP status, or as an event if the stream has
         begun."""
         error = json.dumps(refusal.as_object(), ensure_ascii=False).encode()
         if self.status is None:
@@ -91,13 +97,14 @@ class Outlet:
 
 @dataclass(eq=False)
 class Exchange:
-    """One request from its turn to the last byte of its answer. Starlette sends it as a response.
+    """A generating request, from its turn to the last byte of its answer. It is an ASGI response.
 
-    places: of the gate. cells: of the context that all share. conversations: what each sequence
-    that it takes may hold already. settings: of the policy. shape: turns llama.cpp's answer into
-    the form of its path. compute: answers instead of llama.cpp's server; it returns the parts of a
-    JSON object, which are sent after the request's place is free again. outlet: the way to the
-    client, if it is not that of the path.
+    places: how many places it reserves in the gate. cells: how many KV cells it reserves in a
+    shared context. conversations: one for each sequence, to find the slot that holds its prefix.
+    settings: policy settings of this request. shape: converts llama.cpp's answer to the format of
+    the route. compute: replaces llama.cpp's server; it returns the parts of a JSON object, which
+    are sent after the request has returned its place. outlet: makes the writer of the response, if
+    the route does not use the default `Outlet`.
     """
 
     state: State
@@ -112,17 +119,18 @@ class Exchange:
     shape: Shaping | None = None
     compute: Callable[[], Awaitable[Iterable[bytes]]] | None = None
     outlet: Callable[[Send], Outlet] | None = None
-    _sending: int = 0  # bytes that the client does not take
-    _is_over: bool = False  # nobody takes any more of it
-    _client: str = ""  # who asks, as the door says it
+    _sending: int = 0  # bytes that are being written to the client
+    _is_over: bool = False  # the client gets nothing more
+    _client: str = ""  # the client's name: a key or an address
     _abort: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # It has bounds of its own for a client that does not read.
+        # The timeouts of `Door` do not apply; this method has its own.
         scope.setdefault("state", {})[PACES_ITSELF] = True
         self._client = scope["state"].get(CLIENT, "")
         out = (self.outlet or partial(Outlet, route=self.route))(send)
-        # Closes the connection with what is unsent: who reads nothing would keep it for ever.
+        # Closes the connection and drops unsent bytes. A client that reads nothing would otherwise
+        # keep it open for ever.
         self._abort = scope["state"].get("abort", self._abort)
         most_s = self.state.settings.timeout or None
         work = asyncio.create_task(self._work(out))
@@ -148,14 +156,14 @@ class Exchange:
 
     async def _work(self, out: Outlet) -> None:
         state = self.state
-        with ExitStack() as held:  # what others wait for; closed with the work, before the answer
+        with ExitStack() as held:  # reservations; returned when the work ends
             try:
                 ticket = state.gate.join(self.places, self.cells, self._client)
                 held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
                 taken, stale = state.seats.take(self.conversations, self.cells)
                 held.callback(state.seats.leave, taken)
-                # Beside what they hold there may be no room for what runs.
+                # If the old cells of the slots do not fit next to this request, drop them first.
                 stale_ones = () if state.gate.widen(ticket, stale) else taken
                 if self.compute is None:
                     await self._ask(taken, stale_ones, out, held)
@@ -166,7 +174,7 @@ class Exchange:
                 await out.begin(200, JSON)
                 for part in parts:
                     await out.part(part)
-                    await asyncio.sleep(0)  # a part takes a while to write: others go on meanwhile
+                    await asyncio.sleep(0)  # lets other requests run between parts
                 await out.part(b"", more=False)
             except PolicyError as error:
                 await out.fail(Refusal(400, str(error)))
@@ -178,16 +186,18 @@ class Exchange:
     async def _ask(
         self, sequences: Sequence[int], stale: Sequence[int], out: Outlet, held: ExitStack
     ) -> None:
-        """Submit the request and send what comes of it. stale: sequences that first drop what they
-        hold."""
+        """Submit the request to the runtime and send the answer.
+
+        stale: slots that have to drop their old cells before the prompt starts.
+        """
         gate = self.state.gate
         try:
-            # llama.cpp has its own copy of the body while it works.
+            # llama.cpp keeps its own copy, so the body can be freed.
             body = self.body.take()
             answer = self.served.runtime.submit(body, self.route, sequences, self.settings, stale)
         except OSError as error:
             raise Refusal(
-                503, f"the server has no room for the request: {error.strerror}"
+                503, f"the server cannot start this request ({error.strerror}): try again later"
             ) from None
 
         def at_end() -> None:
@@ -204,7 +214,7 @@ class Exchange:
             if out.status is None:
                 await out.begin(status, STREAM if is_stream else JSON)
             elif not is_stream:
-                # Comments went out before llama.cpp said that there would be no stream.
+                # Pings were sent before llama.cpp answered without a stream, with an error.
                 text = error_event(self.route, text)
             self._sending = len(text)
             await out.part(text)
@@ -213,9 +223,9 @@ class Exchange:
         parts = Parts(answer, at_end)
         try:
             is_all, last = False, b""
-            reading = b""  # the last report on the prompt that is being read
+            reading = b""  # the latest progress report while the prompt is read
             while not is_all:
-                # the tokens of a shared step cannot be told apart
+                # In a step that several requests share, their tokens cannot be told apart.
                 reports = bool(reading) and gate.running == 1
                 silence_s = PROGRESS_S if reports else PING_S
                 come = await parts.next(silence_s if self.is_stream else None)
@@ -232,7 +242,7 @@ class Exchange:
                 if not text:
                     continue
                 if self.state.stopping and answer.status == 400:
-                    raise STOPPING  # llama.cpp gave the request up
+                    raise STOPPING  # llama.cpp cancelled the request
                 last = text
                 failed_at = failure_at(answer.status, text)
                 if failed_at > 0:
@@ -243,17 +253,18 @@ class Exchange:
                 if answer.status == NOT_SUPPORTED:
                     raise Refusal(400, message_of(text))
                 await send(text)
-            await parts.close()  # raises the error of the answer while it can be said
+            await parts.close()  # raises the answer's error before the response ends
             if self.state.stopping and not is_whole(last, answer.is_stream):
                 raise STOPPING
             if out.status is None:
                 await out.begin(answer.status, JSON)
             await out.part(b"", more=False)
         finally:
-            # The place is given back when the work has ended, and not before.
+            # Wait for the end of the computation before the place is returned.
             await parts.close()
 
     def _failed(self, text: bytes, answer: Answer) -> Refusal:
+        """Return the refusal for an answer in which llama.cpp reported an error. text: its JSON."""
         if self.state.stopping:
             return STOPPING
         too_much = grammar_failure(text)
@@ -262,18 +273,18 @@ class Exchange:
         return Refusal(500, answer.failure() or "llama.cpp failed to evaluate")
 
     async def _turn(self, turn: asyncio.Future[None], out: Outlet) -> None:
-        """Wait for it, and keep a stream alive meanwhile."""
+        """Wait for the turn of the request. Send pings in a stream meanwhile."""
         while not turn.done():
             await asyncio.wait({turn}, timeout=PING_S if self.is_stream else None)
             if not turn.done() and out.status is None:
-                await self._check()  # the last moment at which a refusal has its status
+                await self._check()  # last chance to refuse with an HTTP status
             if not turn.done():
                 await out.ping()
         turn.result()  # raises Refusal if another client got the place
 
     async def _check(self) -> None:
-        """Raise Refusal for a request that llama.cpp would refuse. If sequences share the context,
-        this was checked before."""
+        """Raise Refusal if the prompt is too long. With a shared context, `settle_length` has
+        already checked this."""
         if self.served.parallel == 1:
             work = partial(check_length, self.route, self.body.data, self.served, self.body)
             await self.body.run(work)
@@ -284,11 +295,11 @@ class Exchange:
 
 
 class Parts:
-    """What comes of an answer, for one coroutine. Close it, whether all was taken or not."""
+    """The parts of an answer, for one coroutine. Call `close` at the end in any case."""
 
     def __init__(self, answer: Answer, at_end: Callable[[], None]) -> None:
-        """at_end: called in the event loop once the answer has ended, whether all of it was taken
-        or not."""
+        """at_end: called once in the event loop when the computation has ended, even if parts of
+        the answer are still unread."""
         self._loop = asyncio.get_running_loop()
         self._answer, self._at_end = answer, at_end
         self._pace = Pace(self._loop.time)
@@ -297,10 +308,13 @@ class Parts:
         self._loop.add_reader(answer.fileno(), self._tell)
 
     async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
-        """Return what has come, and whether that was all; None if nothing comes within so many
-        seconds. None waits for ever."""
+        """Return (new text, whether it is the last part).
+
+        Returns None if nothing arrives within `within_s` seconds. With within_s None, waits without
+        a limit.
+        """
         if self._pace.rests:
-            await self._coming(REST_S)  # shorter at the end of the answer
+            await self._coming(REST_S)  # the end of the answer ends the pause
             text, is_all = self._take()
             if text or is_all:
                 return text, is_all
@@ -314,22 +328,22 @@ class Parts:
                 return None
 
     async def close(self) -> None:
-        """End the answer, and return after at_end was called. Raises the error of the answer."""
+        """Cancel the answer and wait for its end. Raises the error of the answer, if it failed."""
         self._answer.cancel()
         self._look()
         await self._ended.wait()
-        self._answer.close()  # its thread has nothing left to do
+        self._answer.close()  # does not block: the computation has ended
         if self._answer.error is not None:
             raise self._answer.error
 
     def _take(self) -> tuple[bytes, bool]:
         text, is_all = self._answer.take()
-        if is_all:  # take may have read the byte that says so
+        if is_all:  # take may have consumed the byte that signals the end
             self._loop.call_soon(self._look)
         return text, is_all
 
     async def _coming(self, within_s: float | None) -> bool:
-        """Wait until something may have come; False if nothing does within so many seconds."""
+        """Wait for a signal that text has arrived. Returns False after `within_s` seconds."""
         late = None if within_s is None else self._loop.call_later(within_s, self._woken.set)
         try:
             await self._woken.wait()
@@ -348,7 +362,7 @@ class Parts:
         self._look()
 
     def _look(self) -> None:
-        """Call at_end if the answer has ended, once."""
+        """Call at_end once, if the answer has ended."""
         if self._answer.has_ended and not self._ended.is_set():
             self._ended.set()
             self._loop.remove_reader(self._answer.fileno())

@@ -1,4 +1,4 @@
-"""The HTTP application: what there is, and who answers it."""
+"""The HTTP application: routes and their endpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from orchestrator.serve.wire import (
 
 
 def application(state: State, log: Callable[[str], None]) -> Starlette:
-    """log gets one line a request, without its contents."""
+    """Return the application. log: gets one line for each request, without its content."""
     endpoints = Endpoints(state)
     answers: dict[str, Callable[[Request], Any]] = {
         **{path: partial(endpoints.generate, path) for path in GENERATING},
@@ -80,17 +80,20 @@ def application(state: State, log: Callable[[str], None]) -> Starlette:
 
 
 class Endpoints:
-    """One method a kind of request."""
+    """The endpoints, one method for each kind of request."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     async def generate(self, route: str, request: Request) -> ASGIApp:
+        """Answer a request that decodes tokens."""
         return await self._of_body(request, partial(self._answer_to, route))
 
     def _answer_to(self, route: str, served: Served, body: Body) -> ASGIApp:
-        """Return the answer to a body, and replace the body with what llama.cpp will get. On a
-        thread. Raises Refusal."""
+        """Return the response for a request, and replace its body with the one for llama.cpp.
+
+        Runs on a thread. Raises Refusal.
+        """
         state, parallel = self._state, self._state.settings.parallel
         data, outlet = read_object(body.data), None
         if route in (OLLAMA_CHAT, OLLAMA_GENERATE):
@@ -103,14 +106,14 @@ class Endpoints:
         exchange = Exchange(state, served, route, body, data.get("stream") is True)
         exchange.settings, exchange.outlet = served.settings_for(changes), outlet
         if wants_scores(route, data):
-            exchange.places = parallel  # nothing else decodes
+            exchange.places = parallel  # scoring needs the whole context
             exchange.compute = partial(score, state, served, body)
         else:
             exchange.shape = settle_probs(route, data, served.about.n_ctx)
-            n = data.get("n_cmpl", data.get("n", 1))  # in llama.cpp's order
+            n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
             if n > parallel:
-                most = f"this server answers {parallel} at once (--parallel)"
-                raise Refusal(400, f"n is {n}, and {most}")
+                limit = f"the limit of this server is {parallel} answers at once (--parallel)"
+                raise Refusal(400, f"n is {n}, and {limit}")
             if parallel > 1:
                 exchange.conversations = conversations_of(data, parallel)
             exchange.places = len(exchange.conversations)
@@ -120,6 +123,8 @@ class Endpoints:
         return exchange
 
     async def quick(self, route: str, request: Request) -> ASGIApp:
+        """Answer a request that llama.cpp serves without decoding, such as /tokenize."""
+
         def work(served: Served, body: Body) -> ASGIApp:
             data = read_object(body.data)
             settle_request(route, data, len(body.data), served)
@@ -134,17 +139,19 @@ class Endpoints:
         return await self._of_body(request, work)
 
     async def read(self, route: str, _request: Request) -> Response:
+        """Answer a GET request that llama.cpp's server answers itself."""
         status, text = await _read_of(self._state, route)
         return Response(text, status, media_type="application/json")
 
     async def model(self, request: Request) -> Response:
-        """The one model, by its name."""
+        """Describe the loaded model, if the path has its name."""
         name, found = request.path_params["id"], await self._model()
         if found["id"] == name:
             return JSONResponse(found)
-        raise Refusal(404, f"there is no model '{name[:80]}' here (GET /v1/models names it)")
+            raise Refusal(404, f"model '{name[:80]}' is not loaded: GET /v1/models names the model")
 
     async def _model(self) -> dict[str, Any]:
+        """Return the loaded model as an entry of OpenAI's model list."""
         _, text = await _read_of(self._state, "/v1/models")
         (found,) = json.loads(text)["data"]
         return dict(found)
@@ -189,8 +196,11 @@ class Endpoints:
         )
 
     async def _of_body(self, request: Request, work: Callable[[Served, Body], ASGIApp]) -> ASGIApp:
-        """Read the body of a request, and return what work makes of it on a thread. The body is
-        kept until the end of the answer. Raises Refusal."""
+        """Read the body of a request, and return the response that `work` makes from it.
+
+        `work` runs on a thread. The body's memory stays reserved until the response ends. Raises
+        Refusal.
+        """
         state, settings, served = self._state, self._state.settings, self._state.ready()
         client = request.scope.get("state", {}).get(CLIENT, "")
         body = Body(state.bodies, served.most_body_bytes, client)
@@ -200,7 +210,7 @@ class Endpoints:
             try:
                 body.data = await asyncio.wait_for(read, settings.patience)
             except asyncio.TimeoutError:
-                late = f"the request was not here after --patience, {settings.patience} s"
+                late = f"the request did not arrive within {settings.patience} s (--patience)"
                 raise Refusal(408, late) from None
             look = asyncio.create_task(body.run(partial(work, served, body)))
             left = asyncio.create_task(until_left(request.receive))
@@ -214,7 +224,7 @@ class Endpoints:
             finally:
                 left.cancel()
                 look.cancel()
-            body.count(len(body.data))  # written anew, it may be longer
+            body.count(len(body.data))  # work may have written a longer body
         except BaseException:
             body.take()
             raise
@@ -229,8 +239,10 @@ class Endpoints:
 
 
 async def _read_of(state: State, route: str) -> tuple[int, bytes]:
-    """Return the native server's (status, answer) to a request without a body. Raises Refusal if
-    the server ends, because the answer may then be empty."""
+    """Return the native server's (status, answer) to a request without a body.
+
+    Raises Refusal during shutdown, because the answer may then be empty.
+    """
     runtime, loop = state.ready().runtime, asyncio.get_running_loop()
     answer = await loop.run_in_executor(state.quick, lambda: runtime.query(route).whole())
     if state.stopping:
@@ -239,17 +251,19 @@ async def _read_of(state: State, route: str) -> tuple[int, bytes]:
 
 
 async def metrics_of(state: State) -> str:
-    """Return llama.cpp's counters and ours. Raises Refusal if no model is loaded."""
+    """Return llama.cpp's metrics and our own, in Prometheus' format. Raises Refusal if no model is
+    loaded."""
     _, text = await _read_of(state, "/metrics")
     return text.decode() + metrics_text(state, state.ready())
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """Turn an exception into an error response in the format of the path's clients."""
     path, more = request.url.path, dict[str, str]()
     if isinstance(error, HTTPException):
         wrong_method = error.status_code == 405
-        what = "does not take this method" if wrong_method else "is nothing that this server has"
-        more = error.headers or {}  # which methods it takes
+        what = "does not support this method" if wrong_method else "is not a path of this server"
+        more = error.headers or {}  # names the methods that the path supports
         error = Refusal(error.status_code, f"{path[:80]} {what}")
     elif isinstance(error, MoeEdgeError):
         error = Refusal(400 if isinstance(error, ConfigError) else 500, str(error))

@@ -1,5 +1,4 @@
-"""What a body costs to read: its tokens, and the longest word in which a tokenizer looks for
-merges."""
+"""Estimates the memory for reading a body: its number of tokens and its longest word."""
 
 from __future__ import annotations
 
@@ -12,43 +11,45 @@ from gguf_tools.file.reader import metadata_value
 from orchestrator.native.llama import Model
 from orchestrator.serve.admission import BODY_FACTOR, WHOLE_FACTOR
 
-# Tokens of a text are counted in pieces, so that counting takes no memory.
+# Texts are tokenized in pieces of this length, so that counting needs little memory.
 PIECE_CHARS = 8192
-# Values of `tokenizer.ggml.pre` for which llama.cpp does not cut a text into words before it looks
-# for merges, but into clauses (words are joined across spaces) or into lines.
+# Values of `tokenizer.ggml.pre` for which llama.cpp does not split a text into words before it
+# merges. It splits into clauses (words joined across spaces) or into lines instead.
 _BY_CLAUSE, _BY_LINE = ("exaone-moe", "deepseek-llm"), ("gemma4", "sarvam-moe")
-# The part of Unicode that has marks, which belong to the letter before them.
+# The range of code points that contains combining marks. A mark belongs to the letter before it.
 _MARKED = range(0x300, 0x1F000)
 
 
 class Words:
-    """The parts of a text in which a tokenizer looks for merges.
+    """Splits a text into the units ("words") within which a tokenizer merges symbols.
 
-    They are never shorter than llama.cpp's: letters and digits with their marks and what is between
-    them, or clauses, or lines. is_whole: the tokenizer looks for merges in the whole text.
+    A unit is at least as long as llama.cpp's: letters and digits with their marks, the characters
+    between those, or clauses, or lines. is_whole: the tokenizer merges across the whole text.
     """
 
     def __init__(self, kind: str, cut: str) -> None:
         """kind, cut: `tokenizer.ggml.model` and `tokenizer.ggml.pre` of a model."""
         self.is_whole = kind not in ("gpt2", "gemma4")
-        # Each byte is a symbol, but where lines are cut each character is one.
+        # A symbol is a byte, or a character for tokenizers that split into lines.
         self._by_byte = kind == "gpt2" and cut not in _BY_LINE
         self._joins_spaces = cut in _BY_CLAUSE
 
     @classmethod
     def of(cls, model: ExpertModel) -> Words:
-        """Return those of a model's tokenizer."""
+        """Return the `Words` of a model's tokenizer."""
         keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
         return cls(*(metadata_value(model.parts[0], key, str, "") for key in keys))
 
     @property
     def body_factor(self) -> int:
-        """Bytes of memory that reading a body takes at most, for each byte of the longest one."""
+        """Peak memory for reading a body, in bytes for each byte of the longest allowed body."""
         return WHOLE_FACTOR if self.is_whole else BODY_FACTOR
 
     def count_tokens(self, text: str, model: Model) -> tuple[int, int]:
-        """Return about how many tokens a text has, and the length of its longest word; (0, 0) if
-        body_factor is enough for any text. May take long."""
+        """Return (approximate number of tokens, length of the longest word) of a text.
+
+        Returns (0, 0) if `body_factor` covers every text. Can take seconds for a long text.
+        """
         if self.is_whole:
             return 0, 0
         n_tokens = sum(
@@ -59,7 +60,8 @@ class Words:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        """Made for the first long text, because finding all marks takes 0.05 s."""
+        """Patterns that match one word each. Computed on first use; finding all marks takes
+        0.05 s."""
         if not self._by_byte:
             return [re.compile(r"[^\n]+"), re.compile(r"\n+")]
         marks = "".join(chr(n) for n in _MARKED if unicodedata.category(chr(n)).startswith("M"))
@@ -68,16 +70,16 @@ class Words:
         return [letters, re.compile(r"[\W_]+")]
 
     def longest(self, text: str) -> int:
-        """Return the length of the longest word of a text, in bytes or in characters.
+        """Return the length of the longest word of a text, in symbols (bytes or characters).
 
-        The text is searched in pieces, because a regular expression lets no other thread run. Each
-        pattern repeats a class of single characters, so a word may continue in the next piece.
+        It searches in pieces, because a regular expression holds Python's lock for the whole
+        search. A word may continue in the next piece.
         """
         return max((self._longest_of(each, text) for each in self._patterns), default=0)
 
     def _longest_of(self, pattern: re.Pattern[str], text: str) -> int:
         longest = 0
-        begun = 0  # length of a word that reaches the end of the piece before
+        begun = 0  # length of the word that reaches the end of the previous piece
         for at in range(0, len(text), PIECE_CHARS):
             piece = text[at : at + PIECE_CHARS]
             goes_on = False

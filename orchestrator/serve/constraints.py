@@ -1,7 +1,7 @@
-"""JSON schemas of clients, rewritten into the part of JSON Schema that llama.cpp enforces.
+"""Rewrites clients' JSON schemas into the subset of JSON Schema that llama.cpp enforces.
 
-llama.cpp fails on some valid schemas, and ignores some keywords. `Rewriter` expresses a schema in
-keywords that llama.cpp turns into grammars, and lists each constraint that has no such form.
+llama.cpp fails on some valid schemas and ignores some keywords. `Rewriter` expresses a schema in
+keywords that llama.cpp turns into grammars, and lists each constraint that it cannot express.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from orchestrator.serve.patterns import PatternError, of_words, translated
 
 Schema = dict[str, Any]
 
-# llama.cpp drops a larger number of repetitions.
+# llama.cpp ignores larger repetition counts.
 MOST_REPEATED = 2000
-# So many texts of an `enum` are written as a pattern.
+# An `enum` with at least this many texts is written as a pattern.
 MANY_WORDS = 64
 # Integers of llama.cpp's grammar have up to 16 digits.
 _MOST_INTEGER = 10**16 - 1
-# Bounds of a schema whose references and alternatives are resolved. A request nests 100 deep.
+# Limits for a schema after its references are resolved. A request may nest 100 deep.
 MOST_NODES = 20_000
 MOST_DEPTH = 110
-# Keywords that constrain nothing. By the specification `format` is one of them; llama.cpp enforces
+# Keywords that constrain nothing. The specification counts `format` among them; llama.cpp enforces
 # a few formats.
 _ANNOTATIONS = frozenset(
     "$schema $id $anchor $comment $defs definitions title description default example examples "
@@ -46,20 +46,20 @@ _OF_TYPE = {
 _KEYWORDS = {kind: frozenset(words.split()) for kind, words in _OF_TYPE.items()}
 _KEYWORDS["integer"] = _KEYWORDS["number"]
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Keywords of two merged schemas of which the larger or the smaller value holds.
+# When schemas are merged, the larger or the smaller value of these keywords wins.
 _LARGER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
 class _Conflict(Exception):
-    """Two schemas that cannot be expressed as one. The message is the keyword."""
+    """Two schemas cannot be merged. The message is the conflicting keyword."""
 
 
 @dataclass
 class Rewriter:
-    """One schema. where: its place in the request, for messages.
+    """Rewrites one schema. where: its path in the request, for messages.
 
-    lost: sentences, each with the path of a constraint that is not enforced.
+    lost: the constraints that are not enforced, as sentences that begin with a path.
     """
 
     root: Any
@@ -72,16 +72,18 @@ class Rewriter:
     _depth: int = 0
 
     def rewritten(self) -> Schema:
-        """Return a schema that llama.cpp enforces completely."""
+        """Return the rewritten schema. llama.cpp enforces all of it."""
         made = self._node(self.root, self.where)
         return {**made, "$defs": self._made} if self._made else made
 
     def _lose(self, where: str, why: str) -> None:
+        """Record that the constraint at a path is not enforced."""
         sentence = f"{where}: {why}"
         if sentence not in self.lost:
             self.lost.append(sentence)
 
     def _node(self, schema: Any, where: str) -> Schema:
+        """Rewrite a subschema, unless there are too many of them."""
         self._n_nodes += 1
         if self._n_nodes > MOST_NODES or self._depth > MOST_DEPTH:
             self._lose(self.where, "it is nested too deeply, or has too many subschemas")
@@ -96,7 +98,7 @@ class Rewriter:
         if schema is True or schema is None:
             return {}
         if schema is False or not isinstance(schema, dict):
-            self._lose(where, "it allows no value" if schema is False else "it is not a schema")
+            self._lose(where, "no value can match it" if schema is False else "it is not a schema")
             return {}
         if "$ref" in schema:
             return self._reference(schema, where)
@@ -135,11 +137,11 @@ class Rewriter:
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
     def _pointer(self, reference: Any) -> str:
-        """A JSON pointer into the schema, without `#`."""
+        """Return a reference as a JSON pointer into this schema, without `#`."""
         address, _, fragment = str(reference).partition("#")
         own = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
         if address and address != own:
-            return "/" + "\0"  # of another document
+            return "/" + "\0"  # another document: a pointer that names nothing
         if fragment and not fragment.startswith("/"):
             if self._anchors is None:
                 self._anchors = dict(_anchors(self.root, ""))
@@ -147,6 +149,8 @@ class Rewriter:
         return unquote(fragment)
 
     def _at(self, pointer: str) -> Any:
+        """Return the value at a JSON pointer. Raises KeyError, IndexError, ValueError,
+        TypeError."""
         target = self.root
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -167,12 +171,12 @@ class Rewriter:
         except _Conflict as conflict:
             self._lose(
                 f"{where}.allOf",
-                f"its parts have different `{conflict}`, and are not enforced together",
+                f"its parts have different `{conflict}`, so they are not enforced together",
             )
         return self._node(base, where)
 
     def _inlined(self, part: Any, where: str, depth: int) -> Schema:
-        """A part of a combination, with the schema in the place of a reference."""
+        """Return a part of a combination, with references replaced by their targets."""
         if part is True:
             return {}
         if not isinstance(part, dict):
@@ -205,11 +209,11 @@ class Rewriter:
                     continue
                 part = merged(base, self._inlined(part, here, 0)) if base else part
             except _Conflict as conflict:
-                self._lose(here, f"it has another `{conflict}` than the schema around it")
+                self._lose(here, f"its `{conflict}` conflicts with that of the schema around it")
                 part = base
             made.append(self._node(part, here))
         if word == "oneOf" and not _are_disjoint(made):
-            self._lose(f"{where}.oneOf", "a value may match several of its schemas")
+            self._lose(f"{where}.oneOf", "a value may match more than one of its schemas")
         return made[0] if len(made) == 1 else {"anyOf": made} if made else {}
 
     # Schemas of one type
@@ -226,7 +230,7 @@ class Rewriter:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _kinds(self, schema: Schema, where: str) -> list[str]:
-        """The types of a value, empty for all of them."""
+        """Return the types that a value may have; empty for any type."""
         if "type" not in schema:
             found = [
                 kind
@@ -239,14 +243,14 @@ class Rewriter:
             return []
         known = [kind for kind in kinds if kind in _TYPES]
         if len(known) < len(kinds) or not kinds:
-            self._lose(f"{where}.type", "it names no type of JSON")
+            self._lose(f"{where}.type", "it is not a JSON type")
             return []
         return known
 
     def _enum(self, schema: Schema, kinds: list[str], where: str) -> Schema:
         values = schema["enum"]
         if not isinstance(values, list) or not values:
-            self._lose(f"{where}.enum", "it allows no value")
+            self._lose(f"{where}.enum", "no value can match it")
             return self._node(_without(schema, "enum"), where)
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
@@ -278,7 +282,8 @@ class Rewriter:
                 if each is False:
                     if name in required:
                         self._lose(
-                            f"{where}.properties.{name}", "it is required, and allows no value"
+                            f"{where}.properties.{name}",
+                            "it is required, but no value can match it",
                         )
                     continue
                 made["properties"][name] = self._node(each, f"{where}.properties.{name}")
@@ -295,12 +300,12 @@ class Rewriter:
             made["additionalProperties"] = True
         least, most = (self._count(schema, f"{end}Properties", where) for end in ("min", "max"))
         if least is not None and least > len(set(map(str, required))):
-            self._lose(f"{where}.minProperties", "it is not enforced beside optional properties")
+            self._lose(f"{where}.minProperties", "it is not enforced with optional properties")
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
         )
         if most is not None and most < n_closed:
-            self._lose(f"{where}.maxProperties", "it is not enforced beside optional properties")
+            self._lose(f"{where}.maxProperties", "it is not enforced with optional properties")
         for word in (
             "patternProperties",
             "propertyNames",
@@ -356,13 +361,14 @@ class Rewriter:
         return made
 
     def _count(self, schema: Schema, name: str, where: str) -> int | None:
+        """Return a keyword whose value is a count; None if it is absent or not valid."""
         value = schema.get(name)
         if value is None:
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._lose(f"{where}.{name}", "it is not a whole number from 0 on")
+            self._lose(f"{where}.{name}", "it must be a whole number from 0 on")
             return None
         return value
 
@@ -381,7 +387,7 @@ class Rewriter:
                 made[name] = value
 
     def _limits(self, schema: Schema, where: str) -> tuple[Any, Any, bool, bool]:
-        """(minimum, maximum, whether the minimum is excluded, whether the maximum is)."""
+        """Return (minimum, maximum, whether the minimum is exclusive, whether the maximum is)."""
         found: list[Any] = []
         for end, larger in (("Minimum", True), ("Maximum", False)):
             value, excluded = schema.get(end.lower()), schema.get(f"exclusive{end}")
@@ -389,7 +395,7 @@ class Rewriter:
                 if each is not None and not isinstance(each, (int, float)):
                     self._lose(f"{where}.{name}", "it is not a number")
             value = value if _are_numbers(value) else None
-            is_excluded = excluded is True  # in draft 4
+            is_excluded = excluded is True  # a flag in draft 4, a number later
             if isinstance(excluded, (int, float)) and not isinstance(excluded, bool):
                 is_tighter = value is None or (excluded >= value if larger else excluded <= value)
                 value, is_excluded = (excluded, True) if is_tighter else (value, is_excluded)
@@ -433,9 +439,11 @@ class Rewriter:
 
 
 def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
-    """Return (a schema that llama.cpp enforces, what it does not enforce of `schema`). The first is
-    `schema` itself if llama.cpp enforces it as it is. where: its place in the request, for
-    messages."""
+    """Return (a schema that llama.cpp enforces, the constraints of `schema` that it loses).
+
+    The first value is `schema` itself if llama.cpp enforces it unchanged. where: the path of the
+    schema in the request, for messages.
+    """
     rewriter = Rewriter(schema, where)
     made = rewriter.rewritten()
     is_same = json.dumps(made, sort_keys=True) == json.dumps(_bare(schema), sort_keys=True)
@@ -443,11 +451,14 @@ def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
-    """Like rewritten, for the arguments of a tool: an object, with its properties at the top, since
-    many chat templates write one argument after the other."""
+    """Like `rewritten`, for the arguments of a tool.
+
+    The result is one object with its properties at the top level, because many chat templates write
+    the arguments one by one.
+    """
     made, lost = rewritten(schema, where)
     if not schema:
-        return schema, lost  # llama.cpp has no arguments then
+        return schema, lost  # llama.cpp reads {} as a tool without arguments
     if "$ref" in made:
         rest = {"$defs": made["$defs"]}
         made = {**rest, **made["$defs"][made["$ref"].rpartition("/")[2]]}
@@ -457,7 +468,7 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: the arguments are one object, whose alternatives are not enforced",
+            f"{where}: arguments are enforced as one object, without its alternatives",
         ]
     flat: Schema = {"type": "object"}
     if choices:
@@ -475,7 +486,7 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
 
 
 def _bare(schema: Any) -> Any:
-    """A schema of the commonest kinds without what constrains nothing."""
+    """Return a schema of the most common kinds without the keywords that constrain nothing."""
     if not isinstance(schema, dict):
         return schema
     made = {name: each for name, each in schema.items() if name not in _ANNOTATIONS}
@@ -494,8 +505,10 @@ def _bare(schema: Any) -> Any:
 
 
 def merged(first: Schema, second: Schema) -> Schema:
-    """Return a schema whose values match both. Raises _Conflict with the keyword for which there is
-    no such schema."""
+    """Return a schema that matches only what both schemas match.
+
+    Raises _Conflict with the keyword that cannot be merged.
+    """
     made = dict(first)
     for name, value in second.items():
         if name not in made or made[name] == value or name in _ANNOTATIONS:
@@ -558,7 +571,7 @@ def _without(schema: Schema, word: str) -> Schema:
 
 
 def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
-    """(name, pointer) of each `$anchor`."""
+    """Yield (name, JSON pointer) of each `$anchor`."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$anchor"), str):
             yield schema["$anchor"], pointer
@@ -570,7 +583,7 @@ def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
 
 
 def _words(values: list[Any]) -> Schema:
-    """A schema of some values. Many texts are a pattern, in which they share their beginnings."""
+    """Return a schema of the given values. Many texts become a pattern with shared prefixes."""
     if len(values) >= MANY_WORDS and all(isinstance(value, str) for value in values):
         with suppress(PatternError):
             return {"type": "string", "pattern": of_words(values)}
@@ -578,6 +591,7 @@ def _words(values: list[Any]) -> Schema:
 
 
 def _kinds_of(value: Any) -> set[str]:
+    """Return the JSON types of a value."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -587,8 +601,10 @@ def _kinds_of(value: Any) -> set[str]:
 
 
 def _are_disjoint(schemas: list[Schema]) -> bool:
-    """Return whether no value can match two of some rewritten schemas, as far as types, constants
-    and constant properties tell."""
+    """Whether no value can match two of these rewritten schemas.
+
+    Only types, constants and constant properties are compared.
+    """
     pairs = ((a, b) for n, a in enumerate(schemas) for b in schemas[n + 1 :])
     return all(_differ(a, b) for a, b in pairs)
 
@@ -611,7 +627,7 @@ def _differ(first: Schema, second: Schema) -> bool:
 
 
 def _possible(schema: Schema) -> set[str]:
-    """The types of a rewritten schema's values, empty if they are unknown."""
+    """Return the possible types of a rewritten schema's values; empty if unknown."""
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return set().union(*map(_kinds_of, values))

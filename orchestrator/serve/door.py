@@ -1,4 +1,4 @@
-"""The way of every request in and out: who may ask, the log, and how long a client may take."""
+"""Middleware around every request: host, origin and key checks, the log, and time limits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from orchestrator.serve.schemas import paths
 from orchestrator.serve.state import State
 from orchestrator.serve.wire import STOPPING, Refusal, is_ollama, ollama_error
 
-OPEN = (*paths("/health"), "/")  # without a key
-PICTURE = "/experts"
+OPEN = (*paths("/health"), "/")  # paths that need no key
+PICTURE = "/experts"  # the page polls it, so the log leaves out successful requests
 # A name or an address, and a port.
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d+)?", re.ASCII)
-# What a path may have as it is in the log.
+# Characters of a path that the log does not escape.
 PLAIN = "/:@!$&'()*+,;=~"
 GONE = 499  # nginx's status for a client that went away
-# Answers that are made at once go out in parts of this length.
+# Complete responses are sent in parts of this length.
 PART_BYTES = 2**16
-# Where an answer is there before its request, so much of the rest is taken and dropped: a client
-# that still sends when the connection is closed loses what it has not read of the answer.
+# If a response is ready before the whole request has arrived, up to this much of the rest is read
+# and dropped. Without this, a client that is still sending when the connection closes may lose the
+# response.
 DROP_S, DROP_BYTES = 2.0, 64 * 2**20
 
 
 class Door:
-    """Around the application. No client is waited for without an end, to take its answer or to send
-    what nobody reads; an answer that decodes has bounds of its own. The log gets one line when a
-    request has ended: its path, its status and its time."""
+    """ASGI middleware for checks, the log and slow clients.
+
+    A client that takes too long to read its response, or to send the rest of a request, is
+    disconnected. Endpoints that decode set time limits of their own. The log gets one line at the
+    end of each request: method, path, status and time.
+    """
 
     def __init__(self, app: ASGIApp, state: State, log: Callable[[str], None]) -> None:
         self._app, self._state, self._log = app, state, log
@@ -55,25 +59,24 @@ class Door:
         try:
             await self._let_in(scope, client)
         except asyncio.CancelledError:
-            # At the end uvicorn gives up what is open, and would show where it was.
+            # During shutdown uvicorn cancels open requests and would log a traceback.
             if not self._state.stopping:
                 raise
             if client.status == GONE:
                 await error_response(STOPPING, scope["path"])(scope, client.receive, client.send)
         finally:
             self._state.unread.leave(client)
-            # As it would be in a request: a line feed or a colour would be a line of its own.
+            # Escaped as in a URL, so that a line feed or a colour code cannot forge log lines.
             path = quote(scope["path"][:80], safe=PLAIN)
-            if (path, client.status) != (PICTURE, 200):  # a page asks for it all the time
+            if (path, client.status) != (PICTURE, 200):
                 took_s = monotonic() - begin_s
                 self._log(f"{scope['method']} {path} {client.status} {took_s:.1f} s")
 
     async def _let_in(self, scope: Scope, client: _Client) -> None:
-        """Host, origin and key; then the application."""
+        """Check host, origin and key, then run the application."""
         headers, cors = Headers(scope=scope), self._state.settings.cors_origin
         origin = headers.get("origin")
-        # A browser names a page's origin where it is another than this server's own, and for each
-        # POST.
+        # A browser sends Origin for each POST, and for each page of another origin.
         allowed = (
             origin is None or _place_of(origin) == headers.get("host", "") or cors in ("*", origin)
         )
@@ -88,36 +91,46 @@ class Door:
         await answer(scope, client.receive, client.send)
 
     def _refusal(self, scope: Scope, headers: Headers, allowed: bool) -> Refusal | None:
+        """Return why the request is refused, or None."""
         state = self._state
         if (
             state.settings.is_local
             and _name_of(headers.get("host", "")) not in state.settings.hosts
         ):
             return Refusal(
-                421, "this server has another name (--allow-host adds one to its Host header)"
+                421,
+                f"Host '{headers.get('host', '')[:80]}' is not a name of this server: "
+                "--allow-host NAME adds one",
             )
         if not allowed:
-            return Refusal(403, "pages of another origin may not ask (--cors-origin allows one)")
+            return Refusal(
+                403, "requests from pages of another origin are refused: --cors-origin allows one"
+            )
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")
             brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             key = brought.encode("latin-1")
             if not any(hmac.compare_digest(key, each) for each in state.keys):
-                return Refusal(401, "a key is missing or wrong: Authorization: Bearer KEY")
+                return Refusal(
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+                )
             scope.setdefault("state", {})[CLIENT] = f"key {hashlib.sha256(key).hexdigest()}"
         return None
 
 
 class _Client:
-    """One request's client, as what answers sees it. status: that of its answer; fields: more of
-    the answer's header."""
+    """The client of one request, with `receive` and `send` as the application calls them.
+
+    status: the HTTP status of the response, 499 before it is sent. fields: header fields that are
+    added to the response.
+    """
 
     def __init__(self, state: State, scope: Scope, receive: Receive, send: Send) -> None:
         self._state, self._scope, self._receive, self._send = state, scope, receive, send
         headers = Headers(scope=scope)
         self._is_all_here = (
             headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
-        ) or "expect" in headers  # such a client sends nothing before it is asked to
+        ) or "expect" in headers  # this client sends its body only after a 100 Continue
         self._is_cut = False
         self.status = GONE
         self.fields: dict[str, str] = {}
@@ -171,11 +184,12 @@ class _Client:
             self._cut()
 
     def _cut(self) -> None:
-        """Closes the connection with what is unsent."""
+        """Close the connection. Unsent data is lost."""
         self._is_cut = True
         self._scope.get("state", {}).get("abort", lambda: None)()
 
     async def _drop(self) -> None:
+        """Read and drop the rest of the request."""
         n_bytes = 0
         while not self._is_all_here and n_bytes < DROP_BYTES:
             n_bytes += len((await self.receive()).get("body", b""))
@@ -186,7 +200,7 @@ def _body(data: bytes, more: bool) -> dict[str, Any]:
 
 
 def _place_of(origin: str) -> str | None:
-    """The name and port in an Origin header; None where it is none."""
+    """Return the host and port of an Origin header; None if it is not valid."""
     with suppress(ValueError):
         return urlsplit(origin).netloc
     return None
@@ -199,10 +213,10 @@ def _name_of(host: str) -> str:
 
 
 def _without_address(scope: Scope) -> Scope:
-    """Return a scope whose path is a path also if the request names a whole address.
+    """Return a scope whose path does not contain a host.
 
-    HTTP lets a client send `GET http://localhost/health`. The name in the address then replaces
-    the Host header (RFC 9112, section 3.2.2).
+    HTTP lets a client send `GET http://localhost/health`. The host in that URL then replaces the
+    Host header (RFC 9112, section 3.2.2).
     """
     path = scope["path"]
     scheme, mark, rest = path.partition("://")
@@ -216,8 +230,11 @@ def _without_address(scope: Scope) -> Scope:
 
 
 def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
-    """wanted: the header fields that a browser asks for before it sends a page's request. SDKs send
-    fields of their own, and a page that is let in may send any."""
+    """Return the CORS header fields of a response.
+
+    wanted: the header fields that a browser asks permission for. All are allowed, because SDKs send
+    fields of their own.
+    """
     return {
         "access-control-allow-origin": origin,
         "access-control-allow-headers": wanted or "authorization, content-type, x-api-key",
@@ -227,6 +244,6 @@ def _cors_fields(origin: str, wanted: str | None) -> dict[str, str]:
 
 
 def error_response(refusal: Refusal, path: str) -> JSONResponse:
-    """An error in the form that a path's clients read."""
+    """Return an error response in the format of the path's clients."""
     said = ollama_error(refusal.message) if is_ollama(path) else refusal.as_object()
     return JSONResponse(said, refusal.status, refusal.headers)

@@ -1,7 +1,7 @@
-"""A fleet of servers on Ray Serve: `serve run orchestrator.serve.fleet:app model=FILE ram=12GiB`.
+"""Several servers on Ray Serve: `serve run orchestrator.serve.fleet:app model=FILE ram=12GiB`.
 
-Each replica holds one loaded model and answers with the application that `moe-edge serve` has. Ray
-listens, starts replicas where there is room, and passes requests on.
+Each replica loads the model and runs the same application as `moe-edge serve`. Ray listens on the
+port, starts replicas on nodes with enough memory, and forwards requests.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from orchestrator.serve.views import of_replica, together
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """What `serve run` and `serve deploy` start. args: options of `moe-edge serve`. Raises
-    MoeEdgeError, OSError."""
+    """Return the application for `serve run` and `serve deploy`.
+
+    args: options of `moe-edge serve`. Raises MoeEdgeError, OSError.
+    """
     for name in ("host", "port"):
         if name in args:
-            raise ConfigError(f"leave {name} out: Ray listens, where its http_options say")
+            raise ConfigError(f"leave out {name}: Ray listens at the address in its http_options")
     args = {**args, **_place()}
     config, settings = options_of(args)
     if config.ram is None:
-        raise ConfigError("give ram=SIZE, the memory of each replica: Ray finds a place by it")
+        raise ConfigError("ram is missing: give ram=SIZE, the memory that Ray reserves per replica")
     settings.keys()
     return serve.deployment(
         Replica,
@@ -47,14 +49,14 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def _place() -> dict[str, str]:
-    """The host on which Ray listens, by which a server knows whether others need a key."""
+    """Return the host that Ray listens on. A server that others can reach requires a key."""
     client = _get_global_client(raise_if_no_controller_running=False) if is_initialized() else None
     return {} if client is None else {"host": client.http_config.host}
 
 
 @serve.ingress()
 class Replica:
-    """One loaded model, in a process of its own."""
+    """A process with one loaded model."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         config, settings = options_of(args)
@@ -66,17 +68,18 @@ class Replica:
         return self._service.app
 
     async def metrics(self) -> str:
-        """This replica's."""
+        """Return the metrics of this replica, labelled with its id."""
         text = await metrics_of(self._service.state)
         return of_replica(text, serve.get_replica_context().replica_id.unique_id)
 
     async def _all_metrics(self) -> str:
+        """Return the metrics of all replicas."""
         context = serve.get_replica_context()
         all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
         return together(await all_of_them.broadcast("metrics").results_async())
 
     def __del__(self) -> None:
-        """Ray calls it once the last request has ended."""
+        """Stop the service. Ray calls this after the last request has ended."""
         service = getattr(self, "_service", None)
         if service is not None:
             service.drain()

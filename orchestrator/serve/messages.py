@@ -1,7 +1,8 @@
-"""Conversations of OpenAI's and Anthropic's clients, rewritten so that llama.cpp reads them.
+"""Rewrites the conversations of OpenAI's and Anthropic's clients for llama.cpp.
 
-llama.cpp refuses or reorders several things that clients may send, among them parts of its own
-answers. A client that repeats such a message in each request could never continue its conversation.
+llama.cpp refuses or reorders several kinds of messages that clients may send, including parts of
+its own answers. A client repeats its conversation in each request, so such a message would make
+every later request fail.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from orchestrator.serve.wire import ANTHROPIC, RESPONSES
 Item = dict[str, Any]
 
 # Claude Code's first system block: `x-anthropic-billing-header: cc_version=2.1.9.e51; cch=a5145;`.
-# Its values differ in each request, so that no prompt would begin like the one before.
+# Its values differ in each request, so no two prompts would share a prefix.
 _BILLING = re.compile(r"x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|$)))*\s*")
-# Strings, punctuation, and other values of JSON. A string without an end matches nothing.
+# One JSON token: a string, punctuation, or another value. An unterminated string does not match.
 _TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[][{}:,]|[^][{}:,"\s]+)', re.DOTALL)
-# The longest escape that a string can be cut in: a pair of surrogates.
+# The longest escape sequence that a cut-off string can end in: a surrogate pair.
 _LONGEST_ESCAPE = len(r"\ud83d\ude00")
 _CLOSERS = {"{": "}", "[": "]"}
 
 
 def settle_messages(route: str, data: dict[str, Any]) -> None:
-    """Rewrite the conversation of a request in place. route: the path whose form it has. Its fields
-    have been checked against that path's schema."""
+    """Rewrite the conversation of a request in place.
+
+    route: the path whose format the request has. data: the request, already checked against the
+    schema of that path.
+    """
     if route == RESPONSES:
         if isinstance(data.get("input"), list):
             data["input"] = [made for item in data["input"] for made in _response_item(item)]
@@ -45,9 +49,9 @@ def settle_messages(route: str, data: dict[str, Any]) -> None:
 def whole_arguments(arguments: Any) -> str:
     """Return the arguments of a tool call as the text of a JSON object.
 
-    A text that already is one stays as it is. Arguments that were cut off (at `max_tokens`, say)
-    are closed after the last complete value, or inside the string that was cut. Anything else
-    becomes `{}`.
+    Valid text is returned unchanged. Arguments that were cut off, for example at `max_tokens`, are
+    closed after the last complete value, or inside the string that was cut. Anything else becomes
+    `{}`.
     """
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
@@ -59,7 +63,7 @@ def whole_arguments(arguments: Any) -> str:
 
 
 def _object_in(text: str) -> Item | None:
-    """The JSON object in a text that llama.cpp can parse too; None if it has none."""
+    """Return the JSON object in a text; None if llama.cpp could not parse it as one."""
     try:
         found = json.loads(text)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
@@ -69,8 +73,10 @@ def _object_in(text: str) -> Item | None:
 
 
 def _closed(text: str) -> str:
-    """Return JSON that was cut off up to its last complete value, with what is open there closed.
-    If the cut is inside of a string that is a value, the part that is there is kept."""
+    """Return JSON that was cut off, closed after its last complete value.
+
+    If the cut is inside a string that is a value, the beginning of that string is kept.
+    """
     at = end = 0
     open_ones: list[str] = []
     before = ""
@@ -81,7 +87,7 @@ def _closed(text: str) -> str:
             open_ones.append(token)
         elif token in _CLOSERS.values() and open_ones:
             open_ones.pop()
-        # A number or a word at the end of the text may be a part of one.
+        # A number or a literal at the end of the text may be incomplete.
         is_whole = token[0] in '"{}[]' or at < len(text)
         if token not in ",:" and is_whole and not is_key:
             end = at
@@ -92,13 +98,15 @@ def _closed(text: str) -> str:
 
 
 def _is_key(open_ones: list[str], before: str) -> bool:
-    """Whether the next string is the name of a property. before: the token in front of it."""
+    """Whether the next string is a property name. before: the token in front of it."""
     return open_ones[-1:] == ["{"] and before in ("{", ",")
 
 
 def _ended(text: str) -> str:
-    """Return a string of JSON that lacks its end with an end, "" if that makes no string. An escape
-    that was cut is left out."""
+    """Return an unterminated JSON string with its closing quote; "" if that is not valid.
+
+    An incomplete escape sequence at the end is removed.
+    """
     for n_left_out in range(_LONGEST_ESCAPE):
         made = text[: len(text) - n_left_out] + '"'
         try:
@@ -110,7 +118,7 @@ def _ended(text: str) -> str:
 
 
 def _chat(message: Any) -> Any:
-    """A message of OpenAI's chat."""
+    """Rewrite a message of OpenAI's chat format."""
     if not isinstance(message, dict):
         return message
     made = _with_content(message)
@@ -120,11 +128,12 @@ def _chat(message: Any) -> Any:
     if isinstance(calls, list):
         made["tool_calls"] = [_chat_call(call) for call in calls]
     elif made.get("role") == "assistant":
-        made.setdefault("content", "")  # it was cut off while it reasoned
+        made.setdefault("content", "")  # the answer was cut off during its reasoning
     return made
 
 
 def _chat_call(call: Any) -> Any:
+    """Rewrite a tool call of OpenAI's chat format."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -133,12 +142,12 @@ def _chat_call(call: Any) -> Any:
 
 
 def _with_content(message: Item) -> Item:
-    """A copy of a message. An empty list of content becomes an empty text."""
+    """Return a copy of a message. An empty content list becomes an empty text."""
     return {**message, "content": ""} if message.get("content") == [] else {**message}
 
 
 def _without_billing(content: Any) -> Any:
-    """The content of a system message, each of its texts without Claude Code's billing header."""
+    """Return the content of a system message without Claude Code's billing header."""
     if isinstance(content, str):
         match = _BILLING.match(content)
         return content[match.end() :] if match else content
@@ -151,7 +160,7 @@ def _without_billing(content: Any) -> Any:
 
 
 def _settle_system(data: dict[str, Any]) -> None:
-    """Anthropic's system prompt: without the billing header, and none at all if it is empty."""
+    """Remove the billing header from Anthropic's system prompt, and an empty system prompt."""
     system = _without_billing(data.pop("system", ""))
     if isinstance(system, list):
         system = [block for block in system if block["text"]]
@@ -160,8 +169,11 @@ def _settle_system(data: dict[str, Any]) -> None:
 
 
 def _anthropic(message: Item) -> Iterator[Item]:
-    """One of Anthropic's messages. Results of tools directly follow the calls, and the rest of the
-    message is a message of its own after them: llama.cpp would put it in front of them."""
+    """Yield one of Anthropic's messages as one or two messages.
+
+    Tool results come first, directly after the calls, and the other blocks follow in a second
+    message. llama.cpp would put the other blocks in front of the results.
+    """
     made = _with_content(message)
     if not isinstance(made["content"], list):
         yield made
@@ -175,7 +187,8 @@ def _anthropic(message: Item) -> Iterator[Item]:
 
 
 def _block(block: Item) -> Item:
-    """One of Anthropic's blocks. llama.cpp drops `is_error`, so that the text has to say it."""
+    """Rewrite a content block of Anthropic's format. llama.cpp ignores `is_error`, so an error is
+    marked in the text."""
     if block.get("type") == "tool_use":
         return {**block, "input": json.loads(whole_arguments(block.get("input")))}
     if block.get("type") == "tool_result" and block.get("is_error") is True:
@@ -186,8 +199,11 @@ def _block(block: Item) -> Item:
 
 
 def _response_item(item: Any) -> Iterator[Any]:
-    """An item of OpenAI's responses. Reasoning that has no text is left out: without
-    `include: ["reasoning.encrypted_content"]` clients keep no more of it."""
+    """Yield a rewritten item of OpenAI's Responses format.
+
+    Reasoning without text is dropped. Clients send it that way unless they ask for
+    `include: ["reasoning.encrypted_content"]`.
+    """
     if not isinstance(item, dict):
         yield item
         return
@@ -207,7 +223,7 @@ def _response_item(item: Any) -> Iterator[Any]:
 
 
 def _text_of(parts: Any) -> str:
-    """The texts in a list of parts, joined."""
+    """Return the joined texts of a list of parts."""
     if not isinstance(parts, list):
         return ""
     texts = (part.get("text") for part in parts if isinstance(part, dict))

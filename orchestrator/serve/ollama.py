@@ -1,5 +1,7 @@
-"""Ollama's interface to the same answers: its requests become OpenAI's, and what answers those
-becomes lines of JSON. Its form is that of `docs/api.md` in Ollama's repository."""
+"""Ollama's API: translates its requests to OpenAI's format, and the answers back to lines of JSON.
+
+The format is that of `docs/api.md` in Ollama's repository.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,22 @@ from orchestrator.serve.wire import (
     ollama_error,
 )
 
-# Whose interface this is: clients look whether it is new enough for them.
+# The Ollama version whose API this is. Clients check that it is new enough.
 VERSION = "0.6.4"
-# When the model is unloaded: it stays until the server ends.
+# Ollama unloads idle models; this server keeps its model loaded.
 NEVER = "9999-12-31T23:59:59Z"
 
 
 class OllamaRequest:
-    """A request for an answer.
+    """A request to `/api/chat` or `/api/generate`.
 
-    route, data: the same request in OpenAI's form. has_prompt: False for a request that only asks
-    whether the model is loaded.
+    route, data: the same request in OpenAI's format. has_prompt: False if the client only wants the
+    model to be loaded.
     """
 
     def __init__(self, route: str, data: dict[str, Any], n_ctx: int) -> None:
-        """data: the request's object, parts of which the new one shares. n_ctx: tokens of the
-        context. Raises Refusal for what cannot be served."""
+        """data: the request, parts of which are shared with the new one. n_ctx: context length in
+        tokens. Raises Refusal for a request that cannot be served."""
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT
@@ -68,7 +70,8 @@ class OllamaRequest:
         limit = self.data.pop("num_predict", -1)
         if limit == 0:
             raise Refusal(
-                400, "options.num_predict must be a whole number from 1, or below 0 for no limit"
+                400,
+                f"options.num_predict is {limit}: give a number from 1, or below 0 for no limit",
             )
         if limit > 0:
             self.data["max_tokens"] = limit
@@ -80,7 +83,7 @@ class OllamaRequest:
             self.data["response_format"] = {"type": "json_schema", "json_schema": schema}
 
     def line(self, text: str = "", **more: Any) -> dict[str, Any]:
-        """One object of the answer. more: beside the text, of a message or of all of it."""
+        """Return one line of the answer. more: fields of the line or of its message."""
         inside = ("thinking", "tool_calls")
         said: dict[str, Any] = {name: more.pop(name) for name in inside if name in more}
         if self._is_chat:
@@ -91,21 +94,21 @@ class OllamaRequest:
         return {"model": self._model, "created_at": now, **said, **more}
 
     def loaded(self) -> dict[str, Any]:
-        """The answer to no prompt."""
+        """Return the answer to a request without a prompt."""
         return self.line(done=True, done_reason="load")
 
 
 def _translated(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Ollama's messages in OpenAI's form, in which each result of a tool has the id of its call.
+    """Yield Ollama's messages in OpenAI's format, in which a tool result needs the id of its call.
 
-    A result belongs to the call that its `tool_call_id` names, else to the first unanswered one of
-    the last calls that has its `tool_name`, else to the first unanswered one. Raises Refusal for
-    images.
+    A result belongs to the call with its `tool_call_id`. Without an id it belongs to the first
+    unanswered call of the latest message that has its `tool_name`, else to the first unanswered
+    one. Raises Refusal for images.
     """
-    n_calls, waiting = 0, dict[str, str]()  # names of the functions by the ids of the calls
+    n_calls, waiting = 0, dict[str, str]()  # unanswered calls: {id: function name}
     for each in messages:
         if each.get("images"):
-            raise Refusal(400, "images are not served: the model reads text alone")
+            raise Refusal(400, "images are not supported: the model reads text only")
         made = {"role": each["role"], "content": each.get("content") or ""}
         if each.get("thinking"):
             made["reasoning_content"] = each["thinking"]
@@ -133,7 +136,7 @@ def _line(data: dict[str, Any]) -> bytes:
 
 
 class Lines(Outlet):
-    """The way out of an answer in OpenAI's form, to a client that reads Ollama's."""
+    """Writes an answer in OpenAI's format as Ollama's lines of JSON."""
 
     def __init__(self, send: Send, request: OllamaRequest) -> None:
         super().__init__(send, request.route)
@@ -165,7 +168,7 @@ class Lines(Outlet):
             await super().part(text, more)
 
     async def ping(self) -> None:
-        """Lines have no comments: the header has to do."""
+        """Send the headers, if they are not sent yet. Lines of JSON have no comments."""
         if self.status is None:
             await self.begin(200, STREAM)
 
@@ -197,8 +200,10 @@ class Lines(Outlet):
         return self._last(self._called() | more, said)
 
     def _said(self, choice: dict[str, Any], inside: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The text of an answer or of a piece of it, and what was thought, where that is said.
-        inside: its message, or what is new in that."""
+        """Return (text, {"thinking": text} or {}) of a complete answer or of a piece of a stream.
+
+        inside: the message of the choice, or its delta.
+        """
         self._reason = choice.get("finish_reason") or self._reason
         self._call(inside.get("tool_calls"))
         thought = inside.get("reasoning_content")
@@ -206,20 +211,20 @@ class Lines(Outlet):
         return text, {"thinking": thought} if thought else {}
 
     def _call(self, deltas: list[dict[str, Any]] | None) -> None:
-        """Adds to the calls of tools: whole ones, or the next pieces of them."""
+        """Collect tool calls, which arrive complete or in pieces."""
         for place, each in enumerate(deltas or ()):
             known = self._calls.setdefault(each.get("index", place), {"name": "", "arguments": ""})
             for name in known:
                 known[name] += each["function"].get(name) or ""
 
     def _called(self) -> dict[str, Any]:
-        """Those calls that are whole."""
+        """Return the collected tool calls that are complete."""
         made = []
         for call in self._calls.values():
             try:
                 arguments = json.loads(call["arguments"] or "{}")
             except ValueError:
-                continue  # the answer was cut off within it
+                continue  # the answer was cut off inside this call
             made.append({"function": {"name": call["name"], "arguments": arguments}})
         return {"tool_calls": made} if made else {}
 
@@ -239,7 +244,7 @@ class Lines(Outlet):
 
 
 def _time(seconds: float) -> str:
-    """A point of the Unix clock as Ollama writes it."""
+    """Format a Unix time as Ollama does."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
@@ -256,8 +261,11 @@ def _details(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The fields of a model that both of Ollama's lists have. The digest identifies the file. It is
-    no hash of all its bytes, which would take minutes to read."""
+    """Return the fields that both of Ollama's model lists have.
+
+    The digest identifies the file. It is not a hash of all its bytes, because reading them would
+    take minutes.
+    """
     return {
         "name": model["id"],
         "model": model["id"],
@@ -268,12 +276,12 @@ def _named(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def listed(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The model as an entry of `/api/tags`. model: its entry in OpenAI's list."""
+    """Return the model as an entry of `/api/tags`. model: its entry in OpenAI's list."""
     return {**_named(model, served), "modified_at": _time(served.about.modified_s)}
 
 
 def running(model: dict[str, Any], served: Served) -> dict[str, Any]:
-    """The model as an entry of `/api/ps`. model: its entry in OpenAI's list."""
+    """Return the model as an entry of `/api/ps`. model: its entry in OpenAI's list."""
     return {
         **_named(model, served),
         "expires_at": NEVER,
@@ -283,7 +291,7 @@ def running(model: dict[str, Any], served: Served) -> dict[str, Any]:
 
 
 def shown(model: dict[str, Any], served: Served, template: str) -> dict[str, Any]:
-    """The model as `/api/show` answers it. model: its entry in OpenAI's list."""
+    """Return the answer of `/api/show`. model: the model's entry in OpenAI's list."""
     architecture = served.about.architecture
     return {
         "template": template,

@@ -1,9 +1,9 @@
-"""Regular expressions of JSON schemas, rewritten into the part of their language that llama.cpp
-turns into grammars: `^...$` around literals, classes, groups and repetitions.
+"""Rewrites regular expressions of JSON schemas for llama.cpp's grammars.
 
-The result matches texts inside JSON strings, where a quote, a backslash and control characters are
-written with their escapes. If a class of the pattern allows other characters too, the result leaves
-these out. It never matches a text that the pattern does not match.
+llama.cpp supports `^...$` around literals, classes, groups and repetitions. The result matches
+texts inside JSON strings, where quotes, backslashes and control characters are escaped. It matches
+a subset of the texts that the pattern matches: characters that need an escape are removed from
+classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAST = 0x10FFFF
 _DIGITS, _WORD = [(48, 57)], [(48, 57), (65, 90), (95, 95), (97, 122)]
 _SPACES = [(9, 13), (32, 32), (0xA0, 0xA0), (0x2028, 0x2029), (0xFEFF, 0xFEFF)]
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "b": 8}
-# Characters that a JSON string has as escapes only, with DEL, which llama.cpp leaves out, too.
+# Characters that JSON strings only contain as escapes, and DEL, which llama.cpp excludes too.
 _UNSAFE = [(0, 31), (34, 34), (92, 92), (127, 127), (0xD800, 0xDFFF)]
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
@@ -25,19 +25,19 @@ Ranges = list[tuple[int, int]]
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be enforced. The message is the reason."""
+    """A pattern that cannot be enforced. The message says why."""
 
 
 @dataclass(frozen=True)
 class One:
-    """One character of some ranges."""
+    """One character from a set of ranges."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Times:
-    """An item that is repeated. most: None for any number."""
+    """A repeated item. most: None for no limit."""
 
     item: Node
     least: int
@@ -46,7 +46,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several sequences."""
+    """Alternatives, each a sequence of items."""
 
     choices: tuple[tuple[Node, ...], ...]
 
@@ -55,10 +55,10 @@ Node = One | Times | Choice
 
 
 def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
-    """Return a pattern in llama.cpp's part of the language whose texts match `pattern` and have
-    least to most characters.
+    """Return a pattern for llama.cpp that matches texts of least to most characters in `pattern`.
 
-    Raises PatternError if there is none, or if the pattern is not a regular expression.
+    most: None for no limit. Raises PatternError if `pattern` cannot be enforced, or is not a
+    regular expression.
     """
     reader = _Reader(pattern)
     rest = Times(One(tuple(_complement([]))), 0, None)
@@ -70,18 +70,18 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
 
 
 def of_words(words: Iterable[str]) -> str:
-    """Return a pattern of a few words, in llama.cpp's part of the language. Words with the same
-    beginning share it: a grammar's work for a token grows with the number of ways to go on.
+    """Return a pattern for llama.cpp that matches exactly these words.
 
-    Raises PatternError for words that branch too often.
+    Words with a common prefix share it, because the cost of a grammar per token grows with the
+    number of alternatives. Raises PatternError if the words branch too often.
     """
     return f"^{_branches(sorted(set(words)), 0, 0)}$"
 
 
 def _branches(words: list[str], at: int, depth: int) -> str:
-    """What words that are equal before `at` have after it."""
+    """Return a pattern for the rests of words that are equal up to `at`."""
     if depth > _MOST_DEPTH:
-        raise PatternError("its words branch too often")
+        raise PatternError("too many of its values share prefixes")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -99,7 +99,7 @@ def _literal(text: str) -> str:
 
 
 def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """The characters outside of some ranges."""
+    """Return the characters that are not in the given ranges."""
     found, begin = [], 0
     for first, last in sorted(ranges):
         if first > begin:
@@ -111,14 +111,13 @@ def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 class _Reader:
-    """Reads a regular expression as ECMA-262 defines it."""
+    """Parses a regular expression as ECMA-262 defines it."""
 
     def __init__(self, pattern: str) -> None:
         self._text, self._at, self._depth = pattern, 0, 0
 
     def alternatives(self) -> list[tuple[bool, list[Node], bool]]:
-        """(whether it begins at the text's begin, its items, whether it ends at the text's end) of
-        each top-level alternative."""
+        """Return (starts with ^, items, ends with $) of each top-level alternative."""
         found = []
         while True:
             begins = self._skip("^")
@@ -135,19 +134,22 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _skip(self, text: str) -> bool:
+        """Skip `text` if it comes next; return whether it did."""
         is_there = self._text.startswith(text, self._at)
         self._at += len(text) if is_there else 0
         return is_there
 
     def _take(self) -> str:
+        """Return the next character, and advance."""
         if self._at >= len(self._text):
             raise PatternError("it is not a regular expression")
         self._at += 1
         return self._text[self._at - 1]
 
     def _fail(self) -> None:
+        """Raise PatternError for an unexpected character."""
         if self._peek() in ("^", "$"):
-            raise PatternError("an anchor inside of it is not enforced")
+            raise PatternError("an anchor inside the pattern is not enforced")
         raise PatternError("it is not a regular expression")
 
     def _sequence(self) -> list[Node]:
@@ -174,10 +176,10 @@ class _Reader:
             least = int(first)
             most = least if not comma else int(last) if last else None
             if most is not None and most < least:
-                raise PatternError("a repetition has to come more often than it may")
+                raise PatternError("a repetition's minimum is larger than its maximum")
         else:
             return item
-        self._skip("?")  # how many are tried first makes no difference to what matches
+        self._skip("?")  # a lazy repetition matches the same texts
         if self._peek() in ("*", "+", "{"):
             raise PatternError("it is not a regular expression")
         return Times(item, least, most)
@@ -205,7 +207,7 @@ class _Reader:
             if is_named:
                 self._at = self._text.find(">", self._at) + 1 or len(self._text)
             elif not self._skip(":"):
-                raise PatternError("its groups of this kind (look-around) are not enforced")
+                raise PatternError("look-around groups are not enforced")
         self._depth += 1
         if self._depth > _MOST_DEPTH:
             raise PatternError("it is nested too deeply")
@@ -235,6 +237,7 @@ class _Reader:
         return self._escape(in_class=True) if char == "\\" else [(ord(char), ord(char))]
 
     def _escape(self, in_class: bool) -> Ranges:
+        """Parse an escape sequence after its backslash, as character ranges."""
         char = self._take()
         sets = {"d": _DIGITS, "w": _WORD, "s": _SPACES}
         if char.lower() in sets:
@@ -247,10 +250,11 @@ class _Reader:
         if char in _CONTROLS and (char != "b" or in_class):
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char.isalnum():
-            raise PatternError(f"its \\{char} is not enforced")
+            raise PatternError(f"the escape \\{char} is not enforced")
         return [(ord(char), ord(char))]
 
     def _number(self, n_digits: int, n_after: int) -> Ranges:
+        """Parse a hexadecimal code point, and skip n_after characters after it."""
         digits = self._text[self._at : self._at + max(0, n_digits)]
         try:
             value = int(digits, 16) if len(digits) == n_digits else -1
@@ -263,7 +267,7 @@ class _Reader:
 
 
 def _length(node: Node) -> tuple[int, int | None]:
-    """(least, most) characters of what an item matches; None for any number."""
+    """Return the (least, most) characters that an item matches; None for no limit."""
     if isinstance(node, One):
         return 1, 1
     if isinstance(node, Times):
@@ -276,14 +280,18 @@ def _length(node: Node) -> tuple[int, int | None]:
 
 
 def _total(items: Sequence[Node]) -> tuple[int, int | None]:
+    """Return the (least, most) characters that a sequence matches; None for no limit."""
     ends = [_length(item) for item in items]
     is_open = any(end[1] is None for end in ends)
     return sum(end[0] for end in ends), None if is_open else sum(end[1] or 0 for end in ends)
 
 
 def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
-    """A sequence whose texts have least to most characters: its one repetition of a character gets
-    other bounds."""
+    """Restrict a sequence to texts of least to most characters.
+
+    This is possible if only one item has a variable length, and it repeats a single character. Its
+    bounds are changed. Raises PatternError otherwise.
+    """
     has_least, has_most = _total(items)
     if has_least >= least and (most is None or (has_most is not None and has_most <= most)):
         return items
@@ -300,7 +308,7 @@ def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
             made = list(items)
             made[open_ones[0]] = Times(single.item, lower, upper)
             return made
-    raise PatternError("it is not enforced together with minLength or maxLength")
+    raise PatternError("it is not enforced in combination with minLength or maxLength")
 
 
 def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
@@ -333,7 +341,7 @@ def _written_one(node: One) -> str:
         return chr(code) if chr(code).isascii() and chr(code).isalnum() else _in_class(code)
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
-        raise PatternError("a class of it has no character that is enforced")
+        raise PatternError("one of its classes has only characters that need an escape")
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe
     ]
@@ -341,12 +349,12 @@ def _written_one(node: One) -> str:
 
 
 def _in_class(code: int) -> str:
-    """One character: a class of its own, so that a repetition is about all of its bytes."""
+    """Write one character as a class, so that a repetition applies to all of its UTF-8 bytes."""
     return f"[{_code(code)}]"
 
 
 def _code(code: int) -> str:
-    """A character of a class, in the escapes of llama.cpp's grammars."""
+    """Write a character of a class, with the escapes of llama.cpp's grammars."""
     if chr(code).isascii() and chr(code).isalnum():
         return chr(code)
     return (

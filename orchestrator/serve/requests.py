@@ -1,5 +1,5 @@
-"""A request on its way to llama.cpp's server: the fields that it gets to see, what they may hold
-and what they may cost, and in its words what its server would leave out without one."""
+"""Prepares a request for llama.cpp's server: checks its fields, limits its costs, and translates
+fields that llama.cpp does not read."""
 
 from __future__ import annotations
 
@@ -39,58 +39,61 @@ from orchestrator.serve.wire import (
     written,
 )
 
-# The field with live settings of the policy for one request.
+# The request field for live policy settings.
 _OURS = "moe_edge"
 _TOKEN_LISTS = ("prompt", "content", "tokens")
-# What is made of small values takes more than other bodies do, a hundred times their length and
-# above: a request has one value for so many bytes of the longest body; and so is a text shorter
-# whose tokens are written as pieces, which take 250 times its length.
+# Values that are short in JSON take much more memory than other text, 100 times their length and
+# more. So a request may have one value for each VALUE_BYTES bytes of the longest allowed body. With
+# `with_pieces`, tokens take 250 times the length of their text, so such a body may only have
+# 1/PIECES_SHARE of the longest length.
 VALUE_BYTES, PIECES_SHARE = 12, 8
-# What reading a body takes of memory for each of its bytes; beside that for each token of its
-# texts; and for each byte of the longest word, the part in which a tokenizer looks for merges.
-# Measured: 10 to 18, up to 108 where each token is a word of its own, and up to 100.
+# Memory for reading a body, in bytes: for each byte of the body, for each token, and for each
+# symbol of the longest word (the unit in which the tokenizer merges). Measured: 10 to 18 for each
+# byte, up to 108 for each token if every token is a word, and up to 100 for each symbol.
 BYTE_COST, TOKEN_COST, WORD_COST = 22, 108, 100
-# What a prompt is made of.
+# Fields that become part of the prompt.
 _PROMPT = ("prompt", "messages", "input", "instructions", "system", "tools")
-# A message has so many tokens at least, what the template has around it among them; a few always
-# may be tried. Each takes 4 KiB until the prompt is made, and time.
+# A message has at least MESSAGE_TOKENS tokens, including those of the chat template. Up to
+# _FEW_MESSAGES messages are always allowed. llama.cpp takes 4 KiB for each until the prompt is
+# made.
 MESSAGE_TOKENS, _FEW_MESSAGES = 4, 64
-# Fields with messages or blocks, and the lists within these that a template writes part by part:
-# blocks of text, calls, and blocks of results of tools.
+# Fields with messages or blocks, and the lists inside them that a template writes part by part:
+# text blocks, tool calls, and blocks of tool results.
 _SAID = ("messages", "input", "system")
 _PART_LISTS = ("content", "tool_calls", "output")
-# No more than the context has any meaning here, and llama.cpp would take memory for more.
+# Lengths of penalty windows. They are cut to the context, because llama.cpp allocates memory for
+# all.
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
-# Texts in `logit_bias` are as many entries as they have tokens.
+# A text in `logit_bias` becomes one entry for each of its tokens.
 MOST_BIAS_CHARS = 16384
-# What llama.cpp takes for a token id among the names of `logit_bias`: strtol reads all of it.
+# A name in `logit_bias` that llama.cpp reads as a token id: strtol parses all of it.
 _TOKEN_ID, _MOST_DIGITS = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+"), 20
-# Of an answer that shares the context with others, where it says no limit of its own.
+# KV cells reserved for an answer without a limit, if it shares the context with other answers.
 RESERVED_TOKENS = 4096
-# Of a name in a schema: llama.cpp's regular expressions recurse over each of its characters, and
-# those of the names around it.
+# The longest name in a schema. llama.cpp's regular expressions recurse over each character of a
+# name and of the names around it.
 MOST_NAME_CHARS = 256
-# Of an object: for each of its optional properties llama.cpp copies the list of those behind it,
-# and for each of these again.
+# The most properties of an object in a schema. llama.cpp's work is cubic in the optional ones: for
+# each it copies the list of the following ones, and again for each of these.
 MOST_PROPERTIES = 512
-# Texts that end an answer. An empty one would end every answer at once.
+# Fields with texts that end an answer. An empty text would end every answer at once.
 _STOPS = ("stop", "stop_sequences")
-# Of a message with a path in a schema.
+# The longest error or log message that contains a path of a schema.
 MOST_PATH_CHARS = 400
-# Where a tool's schema has the one that its calls keep, if that is another one than the model sees
-# (patches/native/server/moe-edge-tools.cpp).
+# Key of a tool's schema that holds the rewritten schema for the grammar, if the model should see
+# the original one (patches/native/server/moe-edge-tools.cpp).
 GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
-_TEMPLATE = "the model's own is used, or that of --chat-template"
-_ECHO = "/v1/completions has it, for the likelihood of a prompt"
-# Fields that change what an answer is, by path, and what to do about them.
+_TEMPLATE = "the model's chat template is used, or that of --chat-template"
+_ECHO = "only /v1/completions supports it, for the likelihood of a prompt"
+# Fields that would change the meaning of an answer and are refused: {path: {field: remedy}}.
 _FIELDS = {
     CHAT: {
         "audio": "answers are text",
         "functions": "give them as tools",
-        "web_search_options": "this server searches nothing",
+        "web_search_options": "this server cannot search the web",
     },
-    COMPLETIONS: {"suffix": "/infill fills gaps, for models that can"},
+    COMPLETIONS: {"suffix": "use /infill, for models that support it"},
     "/completion": {"echo": _ECHO},
     "/infill": {"echo": _ECHO},
     RESPONSES: {
@@ -107,24 +110,24 @@ _FIELDS = {
     OLLAMA_CHAT: {"template": _TEMPLATE, "logprobs": "/v1/chat/completions has them"},
     OLLAMA_GENERATE: {
         "template": _TEMPLATE,
-        "suffix": "/infill fills gaps, for models that can",
-        "context": "/api/chat goes on with a conversation",
-        "images": "the model reads text alone",
+        "suffix": "use /infill, for models that support it",
+        "context": "use /api/chat to continue a conversation",
+        "images": "the model reads text only",
         "logprobs": "/v1/completions has them",
     },
 }
-# Blocks of Anthropic's messages that llama.cpp reads, or refuses by itself.
+# Blocks of Anthropic's messages that llama.cpp reads or refuses itself.
 _BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
-# How the types of tools begin that Anthropic's own servers run.
+# Prefixes of the types of tools that run on Anthropic's servers.
 _RUN_THERE = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
 _MODES = ("auto", "none", "required")
-# Names of the most tokens of reasoning, in the order in which llama.cpp looks for them.
+# Names of the limit on reasoning tokens, in llama.cpp's order of precedence.
 _BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens")
-# What the tokens' probabilities of an answer take, for each alternative of each token: as long as
-# the answer lasts, and while it is written whole, which a stream never is. Measured with 400 tokens
-# of 21: 1.1 and 0.2 KiB, and twice as much where memory was fresh.
+# Memory for token probabilities, in bytes for each alternative of each token: of a complete answer
+# until it is written, and of a stream. Measured with 400 tokens of 21 alternatives: 1.1 and 0.2
+# KiB, and twice as much in fresh memory.
 WHOLE_BYTES, STREAM_BYTES = 2048, 256
-# The types of these, what people call them, and what there is a number of in them.
+# JSON types: the Python types, the name in messages, and the unit of the size.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "object": (dict, "an object", " entries"),
     "array": (list, "a list", " items"),
@@ -138,11 +141,10 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 def settle_request(
     route: str, data: dict[str, Any], n_bytes: int, served: Served
 ) -> dict[str, Any]:
-    """Turn a request's object into that for llama.cpp, in place, and return what it has for the
-    policy.
+    """Turn a request into the one for llama.cpp, in place. Return its policy settings.
 
-    n_bytes: length of its body. May take long: a body may have a hundred thousand tokens. Raises
-    Refusal for what cannot be served.
+    n_bytes: length of its body. Can take seconds, because a body may have 100,000 tokens. Raises
+    Refusal for a request that cannot be served.
     """
     changes = data.pop(_OURS, None) or {}
     fault = fault_of(COMMON[_OURS], changes, _OURS)
@@ -163,22 +165,27 @@ def settle_request(
 
 
 def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> None:
-    """Raises Refusal for a request of which more would be made than there is memory for."""
+    """Raise Refusal if parsing a request would take too much memory."""
     most = longest_bytes // PIECES_SHARE
     if data.get("with_pieces") and n_bytes > most:
-        raise Refusal(400, f"with_pieces takes a request of at most {format_size(most)}")
+        raise Refusal(
+            400,
+            f"the body has {format_size(n_bytes)}: with_pieces takes at most {format_size(most)}",
+        )
     most = longest_bytes // VALUE_BYTES
-    # Tokens are numbers in lists of their own, which take no more than texts do.
+    # Lists of tokens are not counted: they take no more memory than texts do.
     n_values = 0
     for level in levels([value for name, value in data.items() if name not in _TOKEN_LISTS]):
         n_values += len(level)
         if n_values > most:
-            raise Refusal(400, f"a request has at most {most} values, and this one has more")
+            raise Refusal(400, f"the request has more than {most} JSON values, the most allowed")
 
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) -> None:
-    """Raises Refusal for a request that would take more memory than is held for one that is worked
-    with: its text has many tokens for its length, or a long word."""
+    """Raise Refusal if tokenizing a request would take more memory than is reserved for one body.
+
+    This happens if its text has many tokens for its length, or a very long word.
+    """
     most = served.body_factor * served.most_body_bytes
     if n_bytes * (BYTE_COST + TOKEN_COST + WORD_COST) <= most:
         return
@@ -190,22 +197,24 @@ def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) 
     cost = BYTE_COST * n_bytes + TOKEN_COST * n_tokens + WORD_COST * longest_word
     if cost <= most:
         return
-    # Of several prompts each is within the context, or not; gaps are cut to it.
+    # Several prompts are checked one by one later. /infill cuts its texts to the context.
     is_one = not isinstance(data.get("prompt"), list) and route != "/infill"
     if is_one and route in GENERATING and n_prompt > served.about.n_ctx:
         raise beyond_context(f"a prompt of {n_prompt} tokens", n_prompt, served.about.n_ctx)
     limit_kib = -(-cost // (served.body_factor * 1024))
     raise Refusal(
         400,
-        "the text of the request has so many tokens for its length, or so long a word, that "
-        f"reading it would take more than {format_size(most)}: send less of it, or start the "
+        "the text of the request has too many tokens for its length, or too long a word: "
+        f"reading it would take more than {format_size(most)}. Send less text, or start the "
         f"server with --body-limit {limit_kib}KiB",
     )
 
 
 def _counted(value: Any, served: Served) -> tuple[int, int]:
-    """(tokens, length of the longest word) of all texts in a value, names in objects among them,
-    which templates write, too."""
+    """Return (number of tokens, length of the longest word) of all texts in a JSON value.
+
+    Names of properties count too, because templates write them.
+    """
     n_tokens = longest_word = 0
     for level in levels([value]):
         names = [name for each in level if isinstance(each, dict) for name in each]
@@ -216,14 +225,16 @@ def _counted(value: Any, served: Served) -> tuple[int, int]:
 
 
 def request_schema(route: str) -> Schema:
-    """What a POST to this path may have."""
+    """Return the JSON schema of the body of a POST request to this path."""
     body = PATHS[route]["post"]["requestBody"]["content"]["application/json"]["schema"]
     return _resolved(body)
 
 
 def _n_parts(said: Any) -> int:
-    """Return how many parts a template writes for messages or blocks: those without lists of their
-    own, at any depth."""
+    """Return the number of parts that a template writes for messages or blocks.
+
+    A part is an element, at any depth, that contains no list of elements.
+    """
     if isinstance(said, list):
         return sum(map(_n_parts, said))
     lists = [said.get(name) for name in _PART_LISTS] if isinstance(said, dict) else []
@@ -231,12 +242,12 @@ def _n_parts(said: Any) -> int:
 
 
 def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0) -> None:
-    """Leaves in a request what this path's schema has, with values for a context of n_ctx tokens
-    and a vocabulary of n_vocab.
+    """Reduce a request to the fields of its path's schema, in place, and check their values.
 
-    Clients send fields that mean something to other servers alone, and null for what they leave
-    open: both go. Raises Refusal for a value of another kind or beyond its bounds, for a field that
-    is missing, for those that steer llama.cpp from inside, and for what cannot be served.
+    Unknown fields are dropped, because clients send fields for other servers. Fields that are null
+    are dropped, too. n_ctx: context length in tokens. n_vocab: size of the vocabulary. Raises
+    Refusal for a value of the wrong type or out of range, a missing field, a field that controls
+    llama.cpp's internals, and a feature that is not supported.
     """
     _settle_unserved(route, data)
     for name, why in INNER.items():
@@ -275,8 +286,10 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
 
 
 def with_whole_numbers(schema: Schema, value: Any) -> Any:
-    """Return a value of JSON with an integer instead of each whole float (64.0) where the schema
-    has integers: some clients have no other numbers."""
+    """Return a JSON value in which whole floats (64.0) are integers if the schema wants integers.
+
+    Some clients have only one number type.
+    """
     choices = [_resolved(each) for each in _resolved(schema).get("anyOf", [_resolved(schema)])]
     if isinstance(value, float):
         kinds = {choice.get("type") for choice in choices}
@@ -301,8 +314,11 @@ def with_whole_numbers(schema: Schema, value: Any) -> Any:
 
 
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
-    """Why a value of JSON is not what a schema says, in a sentence; None where it is. where: the
-    value's name for people, "" for the whole request. A property that is null counts as absent."""
+    """Return why a JSON value does not match a schema, as one sentence; None if it matches.
+
+    where: the name of the value in the sentence, "" for the whole request. A property that is null
+    counts as absent.
+    """
     fault = _fault(schema, value)
     if fault is None:
         return None
@@ -312,8 +328,10 @@ def fault_of(schema: Schema, value: Any, where: str) -> str | None:
 
 
 def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
-    """Where in a value something is wrong, as `.stop[1]`, and what it has to be; None for that
-    where it has to be there at all. Names are made for what is wrong alone."""
+    """Return (path, schema that the value there violates), such as (".stop[1]", {...}).
+
+    The schema is None if a required value is missing. Returns None if the value matches.
+    """
     schema = _resolved(schema)
     if "anyOf" in schema:
         kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else None
@@ -324,7 +342,7 @@ def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
                 return None
             if kind and choice.get("type") == kind:
                 near.append(fault)
-        # The fault within the one choice that is a list or an object as the value is.
+        # Only one choice has the same type, list or object, as the value: report its fault.
         return near[0] if len(near) == 1 else ("", schema)
     if not _is_kind(schema, value):
         return "", schema
@@ -346,8 +364,7 @@ def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
 
 
 def _are_numbers(items: Schema, values: list[Any]) -> bool:
-    """Whether all are whole numbers that fit. Prompts are lists of up to a hundred thousand: those
-    are looked at together."""
+    """Whether all values are integers in range. A fast path for prompts of 100,000 tokens."""
     if not values or set(map(type, values)) != {int}:
         return False
     ends = min(values), max(values)
@@ -358,7 +375,7 @@ def _are_numbers(items: Schema, values: list[Any]) -> bool:
 
 
 def _is_kind(schema: Schema, value: Any) -> bool:
-    """Whether a value is of the schema's type, one of its words, and within its bounds."""
+    """Whether a value has the schema's type, is one of its constants, and is within its bounds."""
     if "const" in schema or "enum" in schema:
         words = schema.get("enum", [schema.get("const")])
         return any(type(value) is type(word) and value == word for word in words)
@@ -373,7 +390,7 @@ def _is_kind(schema: Schema, value: Any) -> bool:
 
 
 def _bounds(schema: Schema) -> tuple[Any, Any]:
-    """(least, most) of a number, or of how many there are of what."""
+    """Return (minimum, maximum) of a number, or of the size of a list, text or object."""
     ends = {"array": "Items", "string": "Length", "object": "Properties"}
     end = ends.get(schema.get("type", ""))
     names = (f"min{end}", f"max{end}") if end else ("minimum", "maximum")
@@ -381,7 +398,7 @@ def _bounds(schema: Schema) -> tuple[Any, Any]:
 
 
 def _words(schema: Schema) -> str:
-    """What a value has to be, for people."""
+    """Describe the values that a schema allows, for messages."""
     if "anyOf" in schema:
         said = dict.fromkeys(_words(_resolved(choice)) for choice in schema["anyOf"])
         return " or ".join(said)
@@ -389,7 +406,7 @@ def _words(schema: Schema) -> str:
         words = schema.get("enum", [schema.get("const")])
         return " or ".join(json.dumps(word) for word in words)
     least, most = _bounds(schema)
-    _, name, unit = _KINDS.get(schema.get("type", ""), (object, "something else", ""))
+    _, name, unit = _KINDS.get(schema.get("type", ""), (object, "of another type", ""))
     if least is not None and most is not None:
         return f"{name} {'of' if unit else 'from'} {least} to {most}{unit}"
     if least is not None:
@@ -400,40 +417,39 @@ def _words(schema: Schema) -> str:
 
 
 def _resolved(schema: Schema) -> Schema:
-    """The schema that a reference names."""
+    """Return the schema that a reference names, or the schema itself."""
     name = schema.get("$ref")
     return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
 
 
 def _settle_unserved(route: str, data: dict[str, Any]) -> None:
-    """Leaves out tools that a server would run, where others stand beside them: agents offer them
-    to any server.
+    """Refuse unsupported features, and drop tools that run on a server if others remain.
 
-    Raises Refusal for what cannot be served.
+    Agents offer such tools to any server. Raises Refusal.
     """
     for name, why in _FIELDS.get(route, {}).items():
         if data.get(name):
-            raise Refusal(400, f"{name} is not served: {why}")
+            raise Refusal(400, f"{name} is not supported: {why}")
     best_of, modalities = data.get("best_of"), data.get("modalities")
     if route == COMPLETIONS and best_of not in (None, 1):
-        raise Refusal(400, "best_of is not served: each answer is one")
+        raise Refusal(400, f"best_of is {best_of!r}: only 1 is supported")
     if route == CHAT and isinstance(modalities, list) and set(map(str, modalities)) - {"text"}:
-        raise Refusal(400, "modalities has more than text: answers are text")
+        raise Refusal(400, 'modalities must be ["text"]: this server answers with text only')
     if route == ANTHROPIC:
         for kind in _blocks(data.get("messages")):
             if kind not in _BLOCKS:
-                raise Refusal(400, f"content of type '{kind[:80]}' is not served: give it as text")
+                raise Refusal(400, f"content of type '{kind[:80]}' is not supported: send text")
     tools = data.get("tools")
     if route not in (RESPONSES, ANTHROPIC) or not isinstance(tools, list):
         return
     own = [tool for tool in tools if not _runs_there(route, tool)]
     if tools and not own:
-        raise Refusal(400, "this server runs no tools: give functions that the client runs")
+        raise Refusal(400, "this server cannot run tools: offer functions that the client runs")
     data["tools"] = own
 
 
 def _blocks(messages: Any) -> Iterator[str]:
-    """The types of all blocks, those of results of tools included."""
+    """Yield the types of all blocks, including those inside tool results."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for block in content if isinstance(content, list) else ():
@@ -443,6 +459,7 @@ def _blocks(messages: Any) -> Iterator[str]:
 
 
 def _runs_there(route: str, tool: Any) -> bool:
+    """Whether a tool would run on the server."""
     kind = str(tool.get("type")) if isinstance(tool, dict) else "function"
     if route == RESPONSES:
         return kind != "function"
@@ -450,9 +467,11 @@ def _runs_there(route: str, tool: Any) -> bool:
 
 
 def _settle_format(route: str, data: dict[str, Any]) -> None:
-    """Turns the forms that OpenAI's responses and Anthropic's messages have for a schema into that
-    of OpenAI's chat, which llama.cpp reads. Raises Refusal for a form that is none: llama.cpp would
-    leave it out, and the client would get any text."""
+    """Translate the response formats of OpenAI's Responses and Anthropic's Messages.
+
+    The result is the `response_format` of OpenAI's chat, which llama.cpp reads. Raises Refusal for
+    an unknown format. llama.cpp would ignore it and answer with any text.
+    """
     text, config = data.get("text"), data.get("output_config")
     if route == RESPONSES and isinstance(text, dict) and text.get("format") is not None:
         asked = text["format"]
@@ -461,34 +480,33 @@ def _settle_format(route: str, data: dict[str, Any]) -> None:
         data["response_format"] = asked
     if route == ANTHROPIC:
         asked = config.get("format") if isinstance(config, dict) else None
-        asked = data.get("output_format") if asked is None else asked  # as it was called in beta
+        asked = data.get("output_format") if asked is None else asked  # the name in the beta
         if asked is not None:
             if not isinstance(asked, dict) or asked.get("type") != "json_schema":
-                raise Refusal(400, "the format in output_config must be a json_schema")
+                raise Refusal(400, "output_config.format.type must be json_schema")
             data["response_format"] = {"type": "json_schema", "json_schema": asked}
 
 
 def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
-    """Turns a choice of tools into one of llama.cpp's words, and leaves out the tools that may not
-    be called.
+    """Translate a tool choice for llama.cpp, and drop the tools that may not be called.
 
-    A named function is required, once, and the only one that is offered. Raises Refusal for a
-    choice that cannot be met.
+    If the choice names a function, only that function is offered, and one call of it is required.
+    Raises Refusal for a choice that cannot be met.
     """
     choice, tools = data.get("tool_choice"), data.get("tools")
     if choice is None:
         return
     mode, names = _read(choice)
     if mode == "required" and not tools:
-        raise Refusal(400, "tool_choice asks for a call, and the request has no tools")
+        raise Refusal(400, "tool_choice requires a call, but the request has no tools")
     offered = tools or []
     if names is not None:
         offered = [tool for tool in offered if _name_of(tool) in names]
         if not offered:
             said = ", ".join(repr(name[:80]) for name in names)
-            raise Refusal(400, f"tool_choice names {said}, which is none of the tools")
+            raise Refusal(400, f"tool_choice names {said}, but tools has no such function")
     if route == ANTHROPIC:
-        # Its form has no word of llama.cpp's for none: without tools, none is called.
+        # llama.cpp's converter has no "none" in this format. Without tools, none is called.
         words = {"auto": "auto", "required": "any"}
         data.pop("tool_choice")
         if mode == "none":
@@ -506,8 +524,10 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
 
 
 def _read(choice: Any) -> tuple[str, list[str] | None]:
-    """(mode, names of the tools that may be called; None for all) of OpenAI's and Anthropic's
-    forms."""
+    """Return (mode, names of the allowed tools or None for all) of a tool choice.
+
+    Reads OpenAI's and Anthropic's formats. Raises Refusal.
+    """
     if isinstance(choice, str) and choice in _MODES:
         return choice, None
     if isinstance(choice, dict):
@@ -534,11 +554,10 @@ def _read(choice: Any) -> tuple[str, list[str] | None]:
 
 
 def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
-    """Rewrites schemas into the keywords that llama.cpp enforces. The log says once what is not
-    enforced of a tool's arguments.
+    """Rewrite schemas into the keywords that llama.cpp enforces, in place.
 
-    Raises Refusal with the path of a constraint of an answer's format, or of a strict tool, that
-    cannot be enforced.
+    Constraints on a tool's arguments that cannot be enforced are logged once. Raises Refusal with
+    the path of a constraint that cannot be enforced in an answer's format or in a strict tool.
     """
     asked = data.get("response_format")
     for name, holder in (("response_format", asked), ("", data)):
@@ -557,7 +576,7 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
         inside = ".function" if function is not tool else ""
         made, lost = rewritten_arguments(function[key], f"tools[{number}]{inside}.{key}")
         if lost and function.get("strict", tool.get("strict")) is True:
-            raise Refusal(400, f"{_cut(lost[0])}; the tool is strict, so that it cannot be served")
+            raise Refusal(400, f"{_cut(lost[0])}. The tool is strict: leave out this constraint")
         if lost:
             name = ascii(_name_of(tool))[:80]
             served.note_once(
@@ -569,15 +588,16 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """A schema of an answer as llama.cpp enforces it. Raises Refusal if it cannot."""
+    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not
+    possible."""
     made, lost = rewritten(schema, where)
     if lost:
-        raise Refusal(400, f"{_cut(lost[0])}; the schema of an answer has to be enforceable")
+        raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")
     return dict(made)
 
 
 def _cut(sentence: str) -> str:
-    """A sentence that has names of the client's in it, for an answer or a log."""
+    """Return a sentence with text from the client, escaped and shortened for an answer or a log."""
     plain = ascii(sentence)[1:-1]
     return (
         plain
@@ -587,7 +607,7 @@ def _cut(sentence: str) -> str:
 
 
 def _name_of(tool: Any) -> str | None:
-    """A tool's name in OpenAI's two forms and in Anthropic's."""
+    """Return a tool's name in OpenAI's two formats and in Anthropic's; None if it has none."""
     if not isinstance(tool, dict):
         return None
     inner = tool.get("function")
@@ -596,15 +616,15 @@ def _name_of(tool: Any) -> str | None:
 
 
 def settle_reasoning(route: str, data: dict[str, Any]) -> None:
-    """Turn what a request says about reasoning into the fields that llama.cpp reads.
+    """Translate a request's reasoning settings into the fields that llama.cpp reads.
 
     Anthropic's `thinking` and `output_config.effort`, OpenRouter's `reasoning` and a budget of 0
-    tokens become `reasoning_effort`, a budget, or template arguments. A template argument that the
-    client gave by its own name is kept.
+    tokens become `reasoning_effort`, a budget, or template arguments. Template arguments from the
+    client take precedence.
     """
     wanted: dict[str, Any] = {}
     if route == ANTHROPIC:
-        # Its converter in llama.cpp passes the budget and the template's arguments on, no effort.
+        # llama.cpp's converter passes on the budget and the template arguments, but not the effort.
         thinking = data.get("thinking", {})
         is_off = thinking.get("type") == "disabled" or thinking.get("budget_tokens") == 0
         effort = data.get("output_config", {}).get("effort")
@@ -624,9 +644,11 @@ def settle_reasoning(route: str, data: dict[str, Any]) -> None:
 
 
 def _check_bounds(data: dict[str, Any]) -> None:
-    """Raises Refusal for a request for which llama.cpp would compute for long before anybody can
-    end it, where the schema of a field cannot say so. How much work a grammar is cannot be told
-    from its text: the native server counts it (`patches/native/server/moe-edge-bounds.h`)."""
+    """Raise Refusal for a field that would make llama.cpp compute for long without being cancelled.
+
+    This covers limits that the schema of a field cannot express. The native server itself limits
+    the work for a grammar (`patches/native/server/moe-edge-bounds.h`).
+    """
     n_chars = sum(map(len, _texts(data.get("logit_bias"))))
     _refuse_above("the texts of logit_bias", n_chars, MOST_BIAS_CHARS, "characters")
     for name in _SHAPES:
@@ -634,8 +656,11 @@ def _check_bounds(data: dict[str, Any]) -> None:
 
 
 def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
-    """Raise Refusal if `logit_bias` names a token id that the model does not have. llama.cpp would
-    ignore that entry. Names of an object that are whole numbers are ids, others are texts."""
+    """Raise Refusal if `logit_bias` names a token id that the model does not have.
+
+    llama.cpp would ignore such an entry. In an object, names that are whole numbers are ids and
+    other names are texts.
+    """
     if isinstance(bias, dict):
         named = [name for name in bias if _TOKEN_ID.fullmatch(name)]
     else:
@@ -647,18 +672,19 @@ def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
     for name in named:
         if len(name) > _MOST_DIGITS or not 0 <= int(name) < n_vocab:
             said = name.strip()[:_MOST_DIGITS]
-            has = f"the model has the tokens 0 to {n_vocab - 1}"
-            raise Refusal(400, f"logit_bias has token {said}, and {has}")
+            has = f"the model's token ids are 0 to {n_vocab - 1}"
+            raise Refusal(400, f"logit_bias names token {said}, but {has}")
     if isinstance(bias, dict) and "" in bias:
         raise Refusal(400, "logit_bias has an empty text: give a token id or a text")
 
 
 def _refuse_above(what: str, n: int, most: int, of: str) -> None:
     if n > most:
-        raise Refusal(400, f"{what}: {n} {of}, and {most} is the most that is taken")
+        raise Refusal(400, f"{what}: {n} {of} exceed the limit of {most}")
 
 
 def _texts(bias: Any) -> Iterator[str]:
+    """Yield the texts in `logit_bias`."""
     if isinstance(bias, dict):
         yield from bias
         return
@@ -668,7 +694,7 @@ def _texts(bias: Any) -> Iterator[str]:
 
 
 def _check_schemas(name: str, asked: Any) -> None:
-    """Of a schema, or of anything that has some in it."""
+    """Raise Refusal for long names and large objects, in any schema inside a value."""
     for each in (each for level in levels([asked]) for each in level if isinstance(each, dict)):
         reference, properties = each.get("$ref"), each.get("properties")
         names = [*each, reference] if isinstance(reference, str) else each
@@ -679,19 +705,19 @@ def _check_schemas(name: str, asked: Any) -> None:
 
 
 def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping | None:
-    """Puts what a request asks of probabilities and of tokens into llama.cpp's words, and bounds
-    both together. Returns what turns parts of its answer into the form of its path; None where they
-    have it.
+    """Translate the fields for token probabilities, and limit their memory.
 
-    llama.cpp keeps the answers to all prompts of a request until the last one is made, so that they
-    share the memory. Further answers to a prompt (`n`) take a place each, and so have memory each.
+    Returns the conversion of the answer to its path's format; None if llama.cpp's format is right.
+    The prompts of one request share the memory, because llama.cpp keeps all their answers until the
+    last one is complete. Each of the `n` answers to one prompt has its own memory, because it takes
+    its own place.
 
-    most_tokens: of an answer. Raises Refusal for more than an answer has memory for.
+    most_tokens: the longest possible answer. Raises Refusal if the memory would be exceeded.
     """
-    shaping = Shaping(route, data)  # by what the client sent
+    shaping = Shaping(route, data)  # before the fields change
     name = {CHAT: "top_logprobs", COMPLETIONS: "logprobs"}.get(route, "n_probs")
     if route == CHAT and data.get("logprobs") and not data.get(name):
-        data[name] = 1  # llama.cpp says nothing of the chosen token without another one
+        data[name] = 1  # without alternatives llama.cpp does not report the chosen token either
     if route == CHAT and not data.get("logprobs"):
         if data.get(name):
             raise Refusal(400, "top_logprobs needs logprobs to be true")
@@ -700,11 +726,12 @@ def settle_probs(route: str, data: dict[str, Any], most_tokens: int) -> Shaping 
         data[name] = 1
     _bound(name, data, most_tokens)
     if shaping.has_no_tokens:
-        _limit(data, 1)  # llama.cpp reads the prompt for no less
+        _limit(data, 1)  # llama.cpp reads the prompt only if it generates a token
     return shaping if shaping.is_needed else None
 
 
 def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
+    """Limit the length of the answer so that its probabilities fit in PROBS_BYTES."""
     n_probs = data.get(name, 0)
     if not n_probs:
         return
@@ -714,7 +741,7 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     room = most // (n_probs + 1)
     of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
     if room < 1:
-        raise Refusal(400, f"{name} is {n_probs}: {of} has memory for {max(0, most - 1)}")
+        raise Refusal(400, f"{name} is {n_probs}, but {of} has memory for {max(0, most - 1)}")
     limit = limit_of(data)
     if limit is None:
         if room < most_tokens:
@@ -722,21 +749,21 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     elif min(limit, most_tokens) > room:
         raise Refusal(
             400,
-            f"{of} of {limit} tokens with {n_probs} alternatives each has no room in memory: "
-            f"ask for {room} tokens or fewer alternatives"
-            + ("" if data.get("stream") else ", or for a stream"),
+            f"{of} has no memory for {limit} tokens with {n_probs} alternatives each: "
+            f"request at most {room} tokens, fewer alternatives"
+            + ("" if data.get("stream") else ", or a stream"),
         )
 
 
 def _prompts(prompt: Any) -> int:
-    """How many prompts llama.cpp takes a request's for: with a token in it, a list is one."""
+    """Return the number of prompts in the field `prompt`. A list that has a token is one prompt."""
     if not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt):
         return 1
     return max(1, len(prompt))
 
 
 def _limit(data: dict[str, Any], n_tokens: int) -> None:
-    """Lets an answer have so many tokens, whatever the request says by any name."""
+    """Set the limit of generated tokens, and drop the limit's other names."""
     for name in LIMITS:
         data.pop(name, None)
     data["max_tokens"] = n_tokens
@@ -745,15 +772,15 @@ def _limit(data: dict[str, Any], n_tokens: int) -> None:
 def settle_length(
     route: str, data: dict[str, Any], served: Served, n_answers: int, asker: Body
 ) -> int:
-    """Bounds an answer that shares the context with those of other sequences, and returns how many
-    of its cells the request takes at most: nobody else is let into these.
+    """Limit an answer that shares the context, and return the number of KV cells to reserve.
 
-    An answer without a limit may be as long as its sequence's even share of the context, and has
-    RESERVED_TOKENS in any case, as far as the context goes. Raises Refusal as check_length.
+    An answer without a limit may fill its slot's even share of the context, and gets at least
+    RESERVED_TOKENS if the context has so many. n_answers: answers to one prompt. Raises Refusal if
+    the prompt is too long, like check_length.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)
-    n_prompt = len(body) if counted is None else counted  # no token is shorter than a byte
+    n_prompt = len(body) if counted is None else counted  # a token has at least one byte
     limit, share = limit_of(data), served.about.n_cells // served.parallel
     if limit is None:
         limit = served.max_tokens or max(RESERVED_TOKENS, share - n_prompt)
@@ -765,9 +792,12 @@ def settle_length(
 
 
 def check_length(route: str, body: bytes, served: Served, asker: Body) -> int | None:
-    """How many tokens a prompt has; None where no request that decodes nothing tells: of several
-    texts, gaps, and what llama.cpp will refuse. Raises Refusal for a prompt that the context has no
-    room for, and for one that cannot be read at all. On a thread."""
+    """Return the number of tokens of a prompt.
+
+    Returns None if it cannot be counted in advance: several texts, infill requests, and requests
+    that llama.cpp will refuse. Runs on a thread. Raises Refusal if the prompt does not fit in the
+    context or cannot be rendered.
+    """
     counting = next((each for each, form in COUNTING.items() if form == route), None)
     prompt = json.loads(body).get("prompt")
     n_tokens: int | None = None

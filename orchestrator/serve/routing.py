@@ -1,4 +1,4 @@
-"""Which replica of a fleet gets a request. Ray's own processes import this without a model."""
+"""Routes requests to the replicas of a fleet. Ray's own processes import this, without a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 
 class Router(ConsistentHashRouter):
-    """Sends a conversation where it was read, by the header `x-session-id`. What its replica has no
-    room for goes to the one that has the fewest requests, as does what names no conversation."""
+    """Sends requests with the same `x-session-id` header to the same replica.
+
+    That replica holds the conversation's prefix in its KV cache. If it is full, or the request has
+    no such header, the replica with the fewest requests gets the request.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
+        """Return lists of replicas in order of preference."""
         if pending_request is None or not pending_request.metadata.session_id:
             return [candidate_replicas]
         ranked = await super().choose_replicas(candidate_replicas, pending_request)

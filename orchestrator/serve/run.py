@@ -1,4 +1,4 @@
-"""Running the server: a socket, a model that loads behind it, and a clean end."""
+"""Runs the server: listens, loads the model in the background, and shuts down."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from orchestrator.serve.service import Service
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import Refusal
 
-CLOSE_S = 0.5  # that open answers get at the end
-END_S = 1.2  # after which nobody waits for what cannot be ended
-# Connections, each of which takes some kilobytes and a file descriptor; and descriptors that are
-# for other things: the model's files, and two for each answer.
+CLOSE_S = 0.5  # how long open answers may take to end during shutdown
+END_S = 1.2  # how long shutdown waits for threads inside llama.cpp
+# The most open connections. Each takes some kilobytes and a file descriptor. OTHER_FILES
+# descriptors stay free for the model's files, and each answer needs two more.
 MOST_CONNECTIONS = 256
 LEAST_CONNECTIONS = 4
 OTHER_FILES = 48
-# Where the system sets no bound, or one that nobody needs.
+# The limit of file descriptors if the system sets none or a larger one.
 MOST_FILES = 4096
 BACKLOG = 128
-# Bytes of further requests that a client may send while it waits for an answer.
+# Bytes of further requests that a client may send while it waits for an answer (pipelining).
 MOST_PIPELINED_BYTES = 2**16
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, which closes a connection on which the head of a request does not come, and cuts
-    one that is to be closed and whose client does not take the rest.
+    """uvicorn's HTTP protocol with timeouts for slow clients.
 
-    uvicorn itself bounds the time between two requests, until the first byte of the next one.
+    It closes a connection on which no complete request head arrives within patience_s. When a
+    connection is being closed and its client does not read the rest, the rest is dropped. uvicorn
+    itself only limits the time between two requests, up to the first byte of the next one.
     """
 
     patience_s = 30.0
@@ -62,6 +63,7 @@ class Protocol(H11Protocol):
             self._wait_for_head()
 
     def _abort(self) -> None:
+        """Close the connection at once. Unsent data is lost."""
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -74,10 +76,10 @@ class Protocol(H11Protocol):
             self._waiting = None
 
     def _keep_reading(self) -> None:
-        """Keeps reading while a complete request is being answered.
+        """Keep reading while a complete request is being answered.
 
-        uvicorn stops reading when a further request arrives early, and would then not see that
-        the client closes the connection.
+        uvicorn stops reading when the next request arrives early. It would then not notice that the
+        client closes the connection.
         """
         if self._awaits_head() or self.conn.their_state is not h11.DONE:
             return
@@ -87,10 +89,11 @@ class Protocol(H11Protocol):
             self.flow.resume_reading()
 
     def _awaits_head(self) -> bool:
+        """Whether the next data belongs to the head of a request."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
-        """From the first byte on, however many follow."""
+        """Start the timeout, unless it is running. Later bytes do not extend it."""
         if self._waiting is None:
             self._waiting = self.loop.call_later(self.patience_s, self._close_unused)
 
@@ -109,14 +112,14 @@ class Protocol(H11Protocol):
         self._close()
 
     def _close(self) -> None:
-        """A transport closes once all is sent, which is never where the client reads nothing."""
+        """Close the connection after its data is sent, or after patience_s at the latest."""
         self.transport.close()
         if self.transport.get_write_buffer_size():
             self.loop.call_later(self.patience_s, self.transport.abort)
 
 
 def _full() -> bytes:
-    """What a connection gets for which there is no place."""
+    """Return the response for a connection above the limit."""
     error = Refusal(503, "too many connections are open: try again later")
     body = json.dumps(error.as_object()).encode()
     head = (
@@ -127,7 +130,7 @@ def _full() -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves the signals alone, and goes on where no file descriptors are left."""
+    """uvicorn's server without signal handling. It continues if file descriptors run out."""
 
     def __init__(self, config: uvicorn.Config, note: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -138,8 +141,11 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Where no connection can be accepted, asyncio tries as often in a row as its backlog is
-        long, and then waits for a second. So its backlog is 1, and the system's is set after it."""
+        """Listen with a backlog of 1 in asyncio, and of BACKLOG in the system.
+
+        If accepting fails, asyncio retries as often as its backlog is long, and then pauses for a
+        second. A backlog of 1 avoids the busy retries.
+        """
         asyncio.get_running_loop().set_exception_handler(self._failed)
         await super().startup(sockets)
         for each in sockets or ():
@@ -150,12 +156,18 @@ class _Server(uvicorn.Server):
             loop.default_exception_handler(what)
         elif not self._is_out:
             self._is_out = True
-            self._note("No file descriptors are left (ulimit -n): new clients wait for the others.")
+            self._note(
+                "No file descriptors are left: new clients wait until others disconnect. "
+                "Raise the limit with ulimit -n."
+            )
 
 
 def most_connections(parallel: int) -> int:
-    """How many the process has file descriptors for, of which it may have as many as the system
-    lets it. parallel: answers at once."""
+    """Return the limit of open connections.
+
+    It also raises the process's limit of file descriptors if the system allows it, up to
+    MOST_FILES. parallel: how many answers may run at once.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -166,8 +178,11 @@ def most_connections(parallel: int) -> int:
 
 
 def proxy_options(settings: ServeSettings) -> dict[str, Any]:
-    """Return uvicorn's options for X-Forwarded-For headers. Only those of a proxy that is
-    configured are believed; by default uvicorn believes those of every client of this machine."""
+    """Return uvicorn's options for X-Forwarded-For headers.
+
+    Only headers from a configured proxy are used. By default uvicorn would trust every client on
+    this machine.
+    """
     return {
         "proxy_headers": settings.trusted_proxy is not None,
         "forwarded_allow_ips": settings.trusted_proxy or "",
@@ -175,15 +190,15 @@ def proxy_options(settings: ServeSettings) -> dict[str, Any]:
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """A socket that listens. Raises ConfigError where the address cannot be had."""
+    """Return a listening socket. Raises ConfigError if the address is not available."""
     host, port = settings.host, settings.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         made = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        # asyncio sets TCP_NODELAY only on sockets that name their protocol. Without it each answer
-        # on a kept connection waits for the client's delayed acknowledgement, some 40 ms.
+        # asyncio sets TCP_NODELAY only on sockets with a protocol number. Without it each answer on
+        # a kept-alive connection waits about 40 ms for the client's delayed acknowledgement.
         return socket.socket(family, made.type, socket.IPPROTO_TCP, fileno=made.detach())
     except OSError as error:
         why = str(error.strerror).partition(" (while")[0]  # Python adds the address
@@ -191,7 +206,7 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 class Running:
-    """One server from its start to its end. run is for the main thread, stop for any."""
+    """One server, from start to shutdown. Call `run` on the main thread, `stop` on any thread."""
 
     def __init__(
         self,
@@ -200,8 +215,8 @@ class Running:
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        """note gets lines for the person at the terminal. Raises MoeEdgeError: the settings are
-        wrong, or there is no such model."""
+        """note: gets messages for the user at the terminal. Raises MoeEdgeError for wrong settings
+        or a model file that cannot be read."""
         self._service = Service(config, settings, note)
         self._note, self._progress = note, progress
         self._socket = listen(settings)
@@ -231,17 +246,17 @@ class Running:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> bool:
-        """Load the model, and serve until stop, SIGINT or SIGTERM.
+        """Load the model, and serve until `stop`, SIGINT or SIGTERM.
 
-        Returns whether all has ended. If a thread does not return from llama.cpp, what was learned
-        is kept, nothing is freed, and False is returned: the process has to end without it. Raises
-        what loading raised; NativeError means that llama.cpp's server core cannot be had.
+        Returns False if a thread does not return from llama.cpp. The usage history is saved then,
+        but nothing is freed, and the caller has to end the process. Raises any error of loading;
+        NativeError means that llama.cpp's server core is not available.
         """
         loading = threading.Thread(target=self._load, name="load")
         url = self.url
         try:
             with interrupts.calling(self.stop, ending=True):
-                self._note(f"Listening on {url}; the model loads.")
+                self._note(f"Listening on {url}. The model is loading.")
                 loading.start()
                 asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
@@ -255,12 +270,13 @@ class Running:
         return has_ended
 
     def stop(self) -> None:
-        """Ends the server soon."""
+        """Start the shutdown. Returns at once."""
         self._stopped_s = min(self._stopped_s, monotonic())
         self._server.should_exit = True
         self._service.stop()
 
     def _load(self) -> None:
+        """Load the model on a thread. An error stops the server, and `run` raises it."""
         try:
             served = self._service.load(self._progress)
         except BaseException as error:  # noqa: BLE001 - run raises it
@@ -268,4 +284,4 @@ class Running:
             self.stop()
             return
         if served is not None:
-            self._note(f"{served.about.name} is ready at {self.url}/v1; Ctrl-C ends it.")
+            self._note(f"{served.about.name} is ready at {self.url}/v1. Press Ctrl-C to stop.")

@@ -1,6 +1,8 @@
-"""The server's surface: which paths there are, what each kind of request may have, and what answers
-are, as JSON schemas. From this one declaration the paths are made, the description that is
-published (OpenAPI 3.1), the checks of requests, and what llama.cpp gets to see of them."""
+"""The server's API as JSON schemas: its paths, the fields of each request, and the answers.
+
+This declaration is used for routing, for the published description (OpenAPI 3.1), for checking
+requests, and for choosing the fields that llama.cpp sees.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from orchestrator.serve.wire import (
 Schema = dict[str, Any]
 
 MOST_INT = 2**31 - 1
-# Each of these takes time or memory of its own, for every token or before the first one: 50,000
-# biases took half a minute, 1,024 take a sixth of a second, and 64 breakers three seconds.
+# Each of these costs time or memory, for every token or before the first one. 50,000 biases took
+# half a minute, 1,024 take 0.17 s, and 64 sequence breakers took three seconds.
 MOST_STOPS, MOST_BREAKERS, MOST_SAMPLERS, MOST_BIASES, MOST_PROMPTS = 128, 16, 32, 1024, 64
 MOST_GRAMMAR_CHARS = 2**18
 MOST_MESSAGES, MOST_TOOLS, MOST_NAMES = 4096, 512, 256
@@ -40,8 +42,10 @@ def listed(items: Schema, **more: Any) -> Schema:
 
 
 def record(required: str = "", *groups: dict[str, Schema], **properties: Schema) -> Schema:
-    """An object with the properties of these groups, and more. required: names of properties, with
-    spaces between. Further ones are ignored."""
+    """Return the schema of an object. Further properties are allowed and ignored.
+
+    required: names separated by spaces. groups, properties: its properties.
+    """
     every = {name: each for group in (*groups, properties) for name, each in group.items()}
     made: Schema = {"type": "object", "properties": every}
     if required:
@@ -50,6 +54,7 @@ def record(required: str = "", *groups: dict[str, Schema], **properties: Schema)
 
 
 def named(name: str) -> Schema:
+    """Return a reference to one of SCHEMAS."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -72,26 +77,26 @@ OBJECT: Schema = {"type": "object"}
 INTEGER: Schema = {"type": "integer"}
 COUNT, FROM_1, FROM_MINUS_1 = integer(0), integer(1), integer(-1)
 SHARE = number(0, 1)
-# -1: as many as the context has.
+# -1: no limit but the context.
 LIMIT = either({"const": -1}, FROM_1)
 PARTS = listed(record("type", type=STRING, text=STRING))
-# A picture or a sound is a part too, and is refused: this server has text alone. No parts are an
-# empty text.
+# Parts with images or audio are accepted here and refused later, because this server reads text
+# only. An empty list is an empty text.
 CONTENT = either(STRING, PARTS)
-LAST_N = integer(-1, description="At most the context counts; -1 for all of it.")
+LAST_N = integer(-1, description="At most the length of the context; -1 for all of it.")
 TOOLS = listed(OBJECT, maxItems=MOST_TOOLS)
 BIAS = either(number(-100, 100), {"const": False})
 COMMON: dict[str, Schema] = {
-    "model": text("Any name: there is one model."),
-    "stream": flag("Server-sent events, and `data: [DONE]` at the end."),
+    "model": text("Any name: the server has one model."),
+    "stream": flag("Answer with server-sent events that end with `data: [DONE]`."),
     "moe_edge": {
         "type": "object",
         "maxProperties": 32,
         "additionalProperties": either(NUMBER, FLAG, {**STRING, "maxLength": 256}),
-        "description": "Live settings of the policy, for this request. Only with --parallel 1.",
+        "description": "Policy settings for this request. Only with --parallel 1.",
     },
 }
-# What Ollama's requests have as well.
+# Fields that Ollama's requests have too.
 USUAL: dict[str, Schema] = {
     "temperature": number(0, 1e6),
     "top_p": SHARE,
@@ -102,7 +107,7 @@ USUAL: dict[str, Schema] = {
     "presence_penalty": number(-2, 2),
     "repeat_penalty": number(0.01, 10),
 }
-# What Anthropic's have as well.
+# Fields that Anthropic's requests have too.
 CHOSEN: dict[str, Schema] = {
     **COMMON,
     **USUAL,
@@ -113,11 +118,11 @@ CHOSEN: dict[str, Schema] = {
                 listed(either(COUNT, STRING, BIAS), minItems=2, maxItems=2), maxItems=MOST_BIASES
             ),
         ),
-        "description": "By token id or text; false for never.",
+        "description": "By token id or text; false bans a token.",
     },
-    "return_progress": flag("In a stream: how much of the prompt is read."),
+    "return_progress": flag("In a stream: report how much of the prompt is read."),
 }
-# What Ollama has among its options, and llama.cpp beside the others.
+# Fields that Ollama has among its options, and llama.cpp in the request itself.
 MORE: dict[str, Schema] = {
     "stop": either(STRING, listed(STRING, maxItems=MOST_STOPS)),
     "repeat_last_n": LAST_N,
@@ -126,13 +131,13 @@ MORE: dict[str, Schema] = {
     "mirostat_tau": NUMBER,
     "mirostat_eta": NUMBER,
 }
-# llama.cpp's own: every path of OpenAI's and of its own takes them.
+# llama.cpp's own fields, which all of OpenAI's paths and its own paths accept.
 SAMPLING: dict[str, Schema] = {
     **CHOSEN,
     **MORE,
     "stream_options": record(include_usage=FLAG),
-    "json_schema": {**OBJECT, "description": "A schema that the answer keeps."},
-    "grammar": text("A grammar in GBNF that the answer keeps.", maxLength=MOST_GRAMMAR_CHARS),
+    "json_schema": {**OBJECT, "description": "A JSON schema that the answer follows."},
+    "grammar": text("A GBNF grammar that the answer follows.", maxLength=MOST_GRAMMAR_CHARS),
     "dry_penalty_last_n": LAST_N,
     "dry_allowed_length": COUNT,
     "dry_multiplier": NUMBER,
@@ -156,7 +161,7 @@ SAMPLING: dict[str, Schema] = {
         ("ignore_eos", "cache_prompt", "return_tokens", "timings_per_token", "verbose"), FLAG
     ),
 }
-# How a conversation goes on, which OpenAI's and Anthropic's newer paths have as llama.cpp has it.
+# Fields for the form of an answer, shared by OpenAI's and Anthropic's paths.
 SHAPE: dict[str, Schema] = {
     "parallel_tool_calls": FLAG,
     "response_format": record(
@@ -167,7 +172,7 @@ SHAPE: dict[str, Schema] = {
     ),
     "chat_template_kwargs": OBJECT,
 }
-# What makes a chat's prompt.
+# Fields that make up a chat's prompt.
 TEMPLATE: dict[str, Schema] = {
     **SHAPE,
     "messages": listed(named("Message"), minItems=1, maxItems=MOST_MESSAGES),
@@ -201,19 +206,19 @@ PROMPT = either(
         maxItems=MOST_PROMPTS,
     ),
 )
-# llama.cpp's own form of an answer.
+# Fields of llama.cpp's own completion paths.
 OWN_FORM: dict[str, Schema] = {
     **SAMPLING,
     **SEVERAL,
     **dict.fromkeys(LIMITS, FROM_MINUS_1),
-    "n_probs": {**COUNT, "description": "As many as an answer has memory for."},
+    "n_probs": {**COUNT, "description": "Limited by the memory for an answer."},
     "post_sampling_probs": FLAG,
     "response_fields": listed(STRING, maxItems=MOST_NAMES),
 }
-# Ollama's form of both its paths.
+# Fields that both of Ollama's paths share.
 OLLAMA: dict[str, Schema] = {
     "model": COMMON["model"],
-    "stream": flag("A line of JSON for each part.", default=True),
+    "stream": flag("Answer with one line of JSON for each part.", default=True),
     "moe_edge": COMMON["moe_edge"],
     "format": either({"enum": ["", "json"]}, OBJECT),
     "think": either(FLAG, {"enum": ["low", "medium", "high"]}),
@@ -238,7 +243,7 @@ REQUESTS: dict[str, Schema] = {
         dict.fromkeys(LIMITS, LIMIT),
         logprobs=FLAG,
         top_logprobs=integer(0, 20),
-        echo=flag("Begin with the text of the assistant message that the answer continues."),
+        echo=flag("Start the answer with the assistant message that it continues."),
     ),
     "CompletionRequest": record(
         "prompt",
@@ -328,33 +333,33 @@ REQUESTS: dict[str, Schema] = {
     "TemplateRequest": record("messages", TEMPLATE),
 }
 
-# What llama.cpp's server makes itself of a chat, with the reasons why no request may have it.
+# Fields that llama.cpp's server derives itself: {name: why a request may not set it}.
 INNER = dict.fromkeys(
     (
         *("chat_parser", "chat_format", "grammar_triggers", "grammar_lazy", "grammar_type"),
         *("preserved_tokens", "generation_prompt", "message_delimiters", "parse_tool_calls"),
         *("reasoning_budget_start_tag", "reasoning_budget_end_tags", "reasoning_budget_end_tag"),
     ),
-    "it is made by the server",
-) | {"lora": "there are no adapters"}
+    "the server sets it",
+) | {"lora": "this server has no adapters"}
 
 JSON, STREAM, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
 SHARE_OR_NULL: Schema = {"type": ["number", "null"]}
 COSTS: dict[str, Schema] = {
-    "hit_rate": {**SHARE_OR_NULL, "description": "Of what answers asked for."},
+    "hit_rate": {**SHARE_OR_NULL, "description": "Cache hits per expert request, in decode."},
     "prefill_hit_rate": SHARE_OR_NULL,
     "kl_estimate": {
         **SHARE_OR_NULL,
-        "description": "Estimated KL divergence from the best tier in use, nats a token, for "
+        "description": "Estimated KL divergence from the best tier in use, nats per token, for "
         "texts that are sensitive to errors.",
     },
-    "kl_low": {**SHARE_OR_NULL, "description": "The same, for texts that are not."},
+    "kl_low": {**SHARE_OR_NULL, "description": "The same for texts that are not sensitive."},
     "limit_halved": flag(
-        "The text is unlike those of the loss table: half of the loss allowed was spent."
+        "The text differs from those of the loss table, so half of the allowed loss was used."
     ),
-    "mix": {**OBJECT, "description": "Shares of the precisions decided."},
-    "computed": {**OBJECT, "description": "Shares of the precisions computed."},
+    "mix": {**OBJECT, "description": "Fractions of the tiers that the policy decided."},
+    "computed": {**OBJECT, "description": "Fractions of the tiers that were computed."},
     "bytes_read": COUNT,
     "wait_ms": NUMBER,
     "budget_bytes": INTEGER,
@@ -382,11 +387,11 @@ SCHEMAS: dict[str, Schema] = {
             predicted_n=COUNT,
             predicted_ms=NUMBER,
         ),
-        "description": "llama.cpp's figures, and what the experts cost.",
+        "description": "llama.cpp's timings, and the costs of the experts.",
     },
     "Costs": {
         **record(" ".join(COSTS.keys() - {"kl_estimate", "kl_low"}), COSTS),
-        "description": "What the experts cost; llama.cpp has no figures of its own here.",
+        "description": "The costs of the experts. llama.cpp has no timings on this path.",
     },
     "ChatAnswer": record(
         "choices model object usage",
@@ -437,12 +442,15 @@ SCHEMAS: dict[str, Schema] = {
         memory={
             "type": "object",
             "additionalProperties": COUNT,
-            "description": "Bytes of the host's memory by what they are for, the free ones last.",
+            "description": "Bytes of the host's memory by purpose. Free memory comes last.",
         },
-        layers={**COUNT, "description": "0 where experts are not managed; no more is said then."},
+        layers={
+            **COUNT,
+            "description": "0 if experts are not managed. Later fields are absent then.",
+        },
         streams_below={
             **COUNT,
-            "description": "Without layers: a --ram with which experts come from the disk.",
+            "description": "If layers is 0: a --ram in bytes at which experts come from the disk.",
         },
         experts=COUNT,
         tiers=listed(STRING),
@@ -458,8 +466,11 @@ SCHEMAS: dict[str, Schema] = {
 def operation(
     summary: str, answer: Schema, request: str = "", stream: str = "", kind: str = JSON
 ) -> Schema:
-    """answer: the schema of what comes back with 200, as `kind`, or as `stream` where that is asked
-    for; request: the name of what is sent."""
+    """Return the OpenAPI description of one method of a path.
+
+    answer: schema of the answer with status 200. request: name of the request's schema. stream:
+    media type of a streamed answer. kind: media type of a complete answer.
+    """
     content = {kind: {"schema": answer}}
     if stream:
         content[stream] = {"schema": named("Event") if stream == STREAM else answer}
@@ -473,7 +484,7 @@ def operation(
 _NATIVE, _OLLAMA = named("NativeAnswer"), named("OllamaAnswer")
 _TOKENS = record("input_tokens", input_tokens=COUNT)
 _ID = record("id", id=STRING)
-# What decodes, and so takes its turn, by path.
+# Requests that decode tokens and therefore wait for their turn: {path: description}.
 GENERATING: dict[str, Schema] = {
     CHAT: operation("OpenAI's chat.", named("ChatAnswer"), "ChatRequest", STREAM),
     COMPLETIONS: operation(
@@ -498,33 +509,37 @@ GENERATING: dict[str, Schema] = {
     ),
 }
 QUICK: dict[str, Schema] = {
-    f"{CHAT}/input_tokens": operation("How long a chat's prompt is.", _TOKENS, "ChatRequest"),
+    f"{CHAT}/input_tokens": operation(
+        "Number of tokens of a chat's prompt.", _TOKENS, "ChatRequest"
+    ),
     f"{RESPONSES}/input_tokens": operation(
-        "How long a response's prompt is.", _TOKENS, "ResponsesRequest"
+        "Number of tokens of a response's prompt.", _TOKENS, "ResponsesRequest"
     ),
     f"{ANTHROPIC}/count_tokens": operation(
-        "How long a message's prompt is.", _TOKENS, "MessagesRequest"
+        "Number of tokens of a message's prompt.", _TOKENS, "MessagesRequest"
     ),
     "/tokenize": operation(
-        "A text as tokens.", record("tokens", tokens={"type": "array"}), "TokenizeRequest"
+        "Tokens of a text.", record("tokens", tokens={"type": "array"}), "TokenizeRequest"
     ),
     "/detokenize": operation(
-        "Tokens as text.", record("content", content=STRING), "DetokenizeRequest"
+        "Text of tokens.", record("content", content=STRING), "DetokenizeRequest"
     ),
     "/apply-template": operation(
-        "The prompt that messages make.", record("prompt", prompt=STRING), "TemplateRequest"
+        "The prompt that a chat template makes.",
+        record("prompt", prompt=STRING),
+        "TemplateRequest",
     ),
 }
-# Of these llama.cpp's server has the answer.
+# GET requests that llama.cpp's server answers.
 READ: dict[str, Schema] = {
-    "/v1/models": operation("The one model.", record("data", data=listed(_ID))),
+    "/v1/models": operation("The loaded model.", record("data", data=listed(_ID))),
     "/props": operation("llama.cpp's settings.", OBJECT),
 }
 OURS: dict[str, Schema] = {
-    "/api/tags": operation("The one model.", named("OllamaModels")),
-    "/api/ps": operation("The one model.", named("OllamaModels")),
-    "/api/version": operation("Of Ollama's interface.", record("version", version=STRING)),
-    "/v1/models/{id}": operation("The one model, by its name.", _ID)
+    "/api/tags": operation("The loaded model.", named("OllamaModels")),
+    "/api/ps": operation("The loaded model.", named("OllamaModels")),
+    "/api/version": operation("The version of Ollama's API.", record("version", version=STRING)),
+    "/v1/models/{id}": operation("The loaded model, by its name.", _ID)
     | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
     "/health": operation(
         "Whether the model is ready; needs no key.", record("status", status=STRING)
@@ -534,10 +549,10 @@ OURS: dict[str, Schema] = {
     "/openapi.json": operation("This description.", OBJECT),
     "/": operation("A page to chat with; needs no key.", STRING, kind="text/html"),
 }
-# What is sent says which model, and there is one.
+# Takes the name of a model in its body; any name means the loaded model.
 SHOW = "/api/show"
-_SHOW = operation("What the one model is.", OBJECT)
-# Other paths of the same.
+_SHOW = operation("Details of the loaded model.", OBJECT)
+# A second name for a path.
 ALIASES = {
     CHAT: "/chat/completions",
     f"{CHAT}/input_tokens": "/chat/completions/input_tokens",
@@ -548,7 +563,7 @@ ALIASES = {
     "/v1/models/{id}": "/models/{id}",
     "/health": "/v1/health",
 }
-# How long a prompt is, and the path to which the same request goes for an answer.
+# Paths that count a prompt's tokens, and the path that would answer the same request.
 COUNTING = {
     f"{CHAT}/input_tokens": CHAT,
     f"{RESPONSES}/input_tokens": RESPONSES,
@@ -557,14 +572,14 @@ COUNTING = {
 
 
 def paths(path: str) -> tuple[str, ...]:
-    """A path with its other names."""
+    """Return a path and its alias."""
     return (path, ALIASES[path]) if path in ALIASES else (path,)
 
 
 def _fault(path: str) -> Schema:
-    """What comes of a path that gives no answer."""
+    """Describe the error response of a path."""
     content = {JSON: {"schema": named("OllamaError" if is_ollama(path) else "Error")}}
-    return {"description": "Why there is none, in a sentence.", "content": content}
+    return {"description": "An error, with one sentence.", "content": content}
 
 
 PATHS: dict[str, Schema] = {
@@ -576,13 +591,13 @@ PATHS: dict[str, Schema] = {
 
 
 def document(has_key: bool) -> dict[str, Any]:
-    """What `/openapi.json` answers. has_key: whether requests bring one."""
+    """Return the answer of `/openapi.json`. has_key: whether requests need a key."""
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "moe-edge serve",
             "version": "1",
-            "description": "A local model for other programs. Other fields are ignored.",
+            "description": "A local model for other programs. Unknown fields are ignored.",
         },
         "paths": PATHS,
         "components": {"schemas": SCHEMAS},

@@ -1,7 +1,7 @@
-"""How likely a prompt is: `echo` with logprobs, which lm_eval asks `/v1/completions` for.
+"""Scores prompts: `/v1/completions` with `echo` and `logprobs`, as lm_eval uses it.
 
-llama.cpp's server has no such answer. The runtime's evaluator reads a prompt in parts, while
-nothing else decodes, and its tokens are judged as those of `moe-edge eval --prefill` are.
+llama.cpp's server does not support this. The runtime's evaluator reads each prompt while no other
+request decodes. Token probabilities are the same as those of `moe-edge eval --prefill`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ from orchestrator.serve.served import Served
 from orchestrator.serve.state import State, Stopped
 from orchestrator.serve.wire import COMPLETIONS, LIMITS, STOPPING, Refusal, beyond_context
 
-# What would change which token follows, or where the answer ends.
+# Fields that would change the predicted tokens or the end of the answer.
 _NOT_WITH = ("stop", "logit_bias", "grammar", "json_schema")
-# What JSON has in the place of minus infinity.
+# Replaces minus infinity, which JSON does not have.
 _LEAST = -9999.0
-# So many tokens of an answer are written at once.
+# The number of tokens that are serialized at once.
 _PIECE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """tokens int32 [n], the first n_hidden of which the server put there: the begin token that the
-    model wants before a text. text: what was asked; None where tokens were."""
+    """A prompt to score.
+
+    tokens: int32 [n]. n_hidden: number of leading tokens that the server added, such as BOS. text:
+    the prompt as sent; None if the client sent tokens.
+    """
 
     tokens: np.ndarray
     n_hidden: int = 0
@@ -49,9 +52,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of a prompt's tokens and of the n_behind that follow it, n in all: tokens
-    int32 [n], logp float64 [n], nan for a token with nothing before it; the likeliest tokens there,
-    the best first, likeliest int32 [n, top] and likeliest_logp float64 [n, top]."""
+    """Log-probabilities of n tokens: those of the prompt and n_behind generated ones.
+
+    tokens: int32 [n]. logp: float64 [n], nan for the first token. likeliest, likeliest_logp: int32
+    and float64 [n, top], the most likely tokens at each position, best first.
+    """
 
     tokens: np.ndarray
     logp: np.ndarray
@@ -60,41 +65,43 @@ class Scores:
     n_behind: int
 
 
-# What tokens say, and where in it each of them begins, in characters: int32 [n].
+# (decoded text, int32 [n] with the character offset of each token).
 Text = tuple[str, np.ndarray]
 
 
 def wants_scores(route: str, data: dict[str, Any]) -> bool:
-    """Whether a request is for the likelihood of its prompt; data: as its schema has it. Raises
-    Refusal for any other echo."""
+    """Whether a request asks for the likelihood of its prompt.
+
+    data: the request, already checked against its schema. Raises Refusal for other uses of `echo`.
+    """
     if route != COMPLETIONS or not data.get("echo"):
         return False
     if "logprobs" not in data:
-        raise Refusal(400, "echo needs logprobs: it is for the likelihood of a prompt")
+        raise Refusal(400, "echo scores a prompt and needs logprobs: add logprobs")
     if data.get("max_tokens") not in (0, 1):
-        raise Refusal(400, "echo needs max_tokens of 0 or 1: it is for the likelihood of a prompt")
+        raise Refusal(400, "echo scores a prompt and needs max_tokens of 0 or 1")
     for name in LIMITS:
         if name != "max_tokens" and name in data:
-            raise Refusal(400, f"echo goes by max_tokens alone: leave {name} out")
+            raise Refusal(400, f"echo takes its limit from max_tokens only: leave out {name}")
     if data.get("stream"):
-        raise Refusal(400, "echo is not served as a stream: leave stream out")
+        raise Refusal(400, "echo does not support streams: leave out stream")
     for name in SEVERAL:
         if data.get(name, 1) != 1:
-            raise Refusal(400, f"echo is served once for each prompt: leave {name} out")
+            raise Refusal(400, f"echo supports one answer for each prompt: leave out {name}")
     if data["max_tokens"] and data.get("temperature") != 0:
-        raise Refusal(400, "echo with max_tokens of 1 needs temperature 0: the likeliest token")
+        raise Refusal(400, "echo with max_tokens of 1 needs temperature 0, the most likely token")
     for name in _NOT_WITH:
         if data.get(name):
-            raise Refusal(400, f"echo is for the likelihood of a prompt: leave {name} out")
+            raise Refusal(400, f"echo scores a prompt and does not support {name}: leave it out")
     return True
 
 
 async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
     """Return the scores of a request's prompts, as parts of a JSON object.
 
-    The request is one for which wants_scores was true. The prompts are read while no request
-    decodes, and every sequence is empty afterwards. If this is cancelled, it ends after the part
-    that is being computed. Raises Refusal.
+    Call this only if wants_scores was true. No other request decodes meanwhile, and all sequences
+    are empty afterwards. On cancellation, it ends after the current part of the prompt. Raises
+    Refusal.
     """
     text, given_up = body.take(), threading.Event()
 
@@ -106,18 +113,18 @@ async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
     args = (served, prompts, top, n_behind, goes_on)
     work = asyncio.get_running_loop().run_in_executor(state.quick, _scored, *args)
     try:
-        # The place is given back when the work has ended, and not before.
+        # Wait for the end of the work before the request's place is returned.
         found, timings = await outlasting(work, given_up.set)
     except Stopped:
         raise STOPPING from None
-    except Exception as error:  # noqa: BLE001 - whatever a policy raised
+    except Exception as error:  # noqa: BLE001 - a policy may raise anything
         raise Refusal(500, sentence_of(error)) from None
     return _written(served.about.name, served.runtime.vocabulary, found, timings)
 
 
 def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
-    """A request and its prompts. May take a while for long texts. Raises Refusal for prompts that
-    cannot be scored."""
+    """Return (request, its prompts). Can take seconds for long texts. Raises Refusal for prompts
+    that cannot be scored."""
     data = json.loads(body)
     model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
     prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
@@ -125,8 +132,8 @@ def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]
     if n_tokens > most:
         raise Refusal(
             400,
-            f"the prompts have {n_tokens} tokens together, and a request with echo {most} at "
-            f"most: send fewer prompts at once",
+            f"the prompts have {n_tokens} tokens together, and the limit with echo is {most}: send "
+            "fewer prompts at once",
         )
     return data, prompts
 
@@ -138,7 +145,8 @@ def _scored(
     n_behind: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Return (scores and text of each prompt, costs of all). On a thread. Raises as _logits."""
+    """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like
+    _logits."""
     found = []
     with served.runtime.evaluator() as evaluator:
         began_s = monotonic()
@@ -162,10 +170,10 @@ def _scored(
 def _logits(
     evaluator: Evaluator, tokens: list[int], goes_on: Callable[[], bool]
 ) -> Iterator[np.ndarray]:
-    """Yield the logits of each token of a prompt, part by part; each is valid until the next one.
+    """Yield the logits of a prompt's tokens, part by part, float32 [m, n_vocab].
 
-    goes_on: asked before each part. Raises Stopped if it says no, MoeEdgeError, and whatever a
-    policy raised.
+    Each array is valid until the next one. goes_on: called before each part. Raises Stopped if it
+    returns False, MoeEdgeError, and any exception of a policy.
     """
     parts = evaluator.eval_each(tokens, 0, Phase.PREFILL)
     while True:
@@ -183,9 +191,11 @@ def _logits(
 
 
 def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
-    """Of all tokens but those that the server put there. parts: logits float32 [m, n_vocab] of the
-    prompt's tokens one after the other, all but the last one of them where n_behind is 0. The token
-    behind them is the likeliest."""
+    """Score the tokens of a prompt, except the hidden ones.
+
+    parts: logits float32 [m, n_vocab] of the prompt's tokens in order, without the last token if
+    n_behind is 0. If n_behind is 1, the most likely next token is appended.
+    """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_behind
     tokens = np.append(prompt.tokens, np.zeros(n_behind, np.int32)).astype(np.int32)
@@ -207,8 +217,8 @@ def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int
 def _written(
     name: str, model: Model, found: Sequence[tuple[Scores, Text]], timings: dict[str, Any]
 ) -> Iterator[bytes]:
-    """OpenAI's form of a completion, piece by piece: as one text it would take many times what the
-    scores take."""
+    """Yield the answer in the format of OpenAI's completions, piece by piece. As one text it would
+    take many times the memory of the scores."""
     n_prompt, n_behind = timings["prompt_n"], timings["predicted_n"]
     head = {
         "id": f"cmpl-{uuid4().hex}",
@@ -230,6 +240,7 @@ def _written(
 
 
 def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[bytes]:
+    """Yield one choice of the answer."""
     tokens, logp = scores.tokens.tolist(), scores.logp.tolist()
     is_end = scores.n_behind and model.is_end(tokens[-1])
     choice = {"index": index, "text": text[0], "finish_reason": "stop" if is_end else "length"}
@@ -248,7 +259,10 @@ def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[by
 
 
 def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
-    """The text of what was scored. A tokenizer may have put a space before one that was given."""
+    """Return the text of the scored tokens and their offsets.
+
+    given: the prompt as sent, which replaces the decoded one: a tokenizer may add a leading space.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     n_tokens, n_chars = len(scores.tokens), 0
     text, offsets = [], np.zeros(n_tokens, np.int32)
@@ -267,7 +281,7 @@ def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
 def _likeliest(
     model: Model, token: int, logp: float, others: np.ndarray, their_logp: np.ndarray
 ) -> dict[str, float] | None:
-    """The likeliest tokens and the one that is there, by what each is called."""
+    """Return {token: log-probability} of the most likely tokens and the actual one."""
     if np.isnan(logp):
         return None
     named: dict[str, float] = {}
@@ -277,7 +291,7 @@ def _likeliest(
 
 
 def _name(model: Model, token: int) -> str:
-    """A token's text; as OpenAI has it, its bytes where it is a part of a character."""
+    """Return a token's text. Like OpenAI, write its bytes if it is only part of a character."""
     piece = model.piece(token, special=True)
     try:
         return piece.decode("utf-8")
@@ -290,7 +304,7 @@ def _number(value: float) -> float | None:
 
 
 def _listed(values: Iterator[Any]) -> Iterator[bytes]:
-    """A JSON list, some of it at a time."""
+    """Yield a JSON list in pieces."""
     yield b"["
     separator = b""
     while some := list(islice(values, _PIECE_TOKENS)):
@@ -304,7 +318,7 @@ def _json(value: Any) -> bytes:
 
 
 def _asked(prompt: Any) -> list[str] | list[list[int]]:
-    """The prompts of a request, in the four forms that OpenAI's field has."""
+    """Return the prompts of a request, from the four formats of OpenAI's field."""
     one = isinstance(prompt, str) or (isinstance(prompt, list) and _are_tokens(prompt))
     several: list[Any] = [prompt] if one else prompt
     if isinstance(several, list) and several:
@@ -320,9 +334,9 @@ def _are_tokens(values: list[Any]) -> bool:
 
 
 def _read(model: Model, asked: str | list[int], most: int) -> Prompt:
-    """most: the tokens that a context has room for. Raises Refusal."""
+    """Tokenize a prompt. most: the most tokens that fit in the context. Raises Refusal."""
     if isinstance(asked, str):
-        # A text that begins with the begin token's own name gets no second one.
+        # A text that starts with the BOS token's name gets no second BOS.
         bos = model.bos()
         begins = model.adds_bos() and not (bos and asked.startswith(bos))
         found = model.tokenize(asked, add_special=begins, parse_special=True)
@@ -332,11 +346,13 @@ def _read(model: Model, asked: str | list[int], most: int) -> Prompt:
     else:
         wrong = next((each for each in asked if not 0 <= each < model.n_vocab), None)
         if wrong is not None:
-            raise Refusal(400, f"prompt has token {wrong}, and the model has {model.n_vocab}")
+            raise Refusal(
+                400, f"prompt has token {wrong}: the model's token ids are 0 to {model.n_vocab - 1}"
+            )
         prompt = Prompt(np.array(asked, np.int32))
     n_tokens = len(prompt.tokens)
     if n_tokens == prompt.n_hidden:
-        raise Refusal(400, "a prompt is empty, and echo has nothing to score in it")
+        raise Refusal(400, "a prompt is empty: echo needs at least one token to score")
     if n_tokens > most:
         raise beyond_context(f"the prompt of {n_tokens} tokens", n_tokens, most)
     return prompt

@@ -1,4 +1,4 @@
-"""The model that a server answers with, and the memory that the server needs beside it."""
+"""The model that a server has loaded, its limits for requests, and the server's own memory."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from orchestrator.serve.bodies import Words
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.settings import Settings
 
-# What HTTP and the rest of the process take beside what a chat takes. Measured with eight clients:
-# 12.3 MiB.
+# Memory of the HTTP server in addition to that of a chat. Measured with eight clients: 12.3 MiB.
 PROCESS_BYTES = 15 * 2**20
-# A prompt is scored in parts of at most so many tokens. The memory for a grammar's look at each
-# token of the vocabulary is free then, since nothing else decodes: the probabilities of one row are
-# computed in it.
+# A prompt is scored in parts of at most this many tokens. No grammar runs meanwhile, so the
+# probabilities of a row are computed in the memory that is reserved for checking the vocabulary
+# against a grammar.
 SCORED_TOKENS = 32
-# How many of the likeliest tokens a score may come with: OpenAI's limit for completions. Each
-# scored token takes its id, its offset, these, and their log-probabilities.
+# The most alternatives for each scored token, OpenAI's limit for completions. A scored token takes
+# its id, its offset, and an id and a log-probability for itself and each alternative.
 MOST_LIKELIEST = 5
 SCORE_BYTES = 4 + 12 * (1 + MOST_LIKELIEST)
 SCORED_MOST = 16384
-# Sentences about requests that are remembered, so that each is in the log once.
+# How many log messages about requests are remembered, so that each is logged once.
 MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return how many tokens a request may have scored. config: the model's, for one
-    conversation."""
+    """Return the limit of scored tokens per request. config: that of the model, whose `ctx` is the
+    context of one sequence."""
     return max(SCORED_MOST, config.ctx or 0)
 
 
 def answering(config: Config, settings: ServeSettings, words: Words, threads: str) -> Answering:
-    """Return how a server's runtime answers, with the memory for HTTP, bodies and what is unread.
+    """Return the runtime's settings for serving, with memory for HTTP, bodies and unread answers.
 
-    threads: how the names of the runtime's threads begin. Raises as chat_template_text.
+    threads: prefix of the names of the runtime's threads. Raises like chat_template_text.
     """
     parallel = settings.parallel
     longest_bytes = settings.most_body_bytes(config.ctx)
@@ -61,11 +60,11 @@ def answering(config: Config, settings: ServeSettings, words: Words, threads: st
 
 
 class Served:
-    """A loaded model, and what requests to it may have.
+    """A loaded model and the limits for requests to it.
 
-    runtime: computes. about: what is known of the model, as it was loaded. max_tokens: of an answer
-    to a request without a limit. most_body_bytes: of a request. most_scored: tokens of a request's
-    prompts that are scored.
+    runtime: computes the answers. about: facts about the model. max_tokens: length of an answer if
+    the request sets no limit. most_body_bytes: the longest body. most_scored: the most prompt
+    tokens that a request may have scored.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Served:
         words: Words,
         note: Callable[[str], None],
     ) -> None:
-        """note: gets sentences for the log."""
+        """note: gets messages for the log."""
         config = runtime.config
         self.runtime, self.about = runtime, runtime.about
         self.parallel, self.max_tokens = settings.parallel, config.max_tokens
@@ -86,11 +85,11 @@ class Served:
         self._noted: set[str] = set()
 
     def count_tokens(self, text: str) -> tuple[int, int]:
-        """As Words.count_tokens."""
+        """Return (number of tokens, length of the longest word), like Words.count_tokens."""
         return self._words.count_tokens(text, self.runtime.vocabulary)
 
     def note_once(self, sentence: str) -> None:
-        """Write a sentence to the log, unless it is one of those that were written last."""
+        """Log a message, unless it was logged recently."""
         if sentence not in self._noted:
             if len(self._noted) >= MOST_NOTED:
                 self._noted.clear()
@@ -98,22 +97,27 @@ class Served:
             self._note(sentence)
 
     def settings_for(self, changes: Mapping[str, Any]) -> Settings | None:
-        """Return the settings of the policy for one request; None if no expert is managed.
+        """Return the policy's settings for one request; None if no expert is managed.
 
-        changes: other values of live settings, for a request that runs alone. Raises ConfigError
-        for a setting that cannot be changed.
+        changes: settings to replace for this request. Raises ConfigError for a setting that cannot
+        be changed, and for changes while other requests share the steps.
         """
         usual = self.about.settings
         if not changes:
             return usual
         if usual is None:
-            raise ConfigError("the plain path has no policy: leave moe_edge out")
+            raise ConfigError("moe_edge: --policy plain has no settings: leave this field out")
         if self.parallel > 1:
-            raise ConfigError("settings of one request are for --parallel 1: here steps are shared")
+            raise ConfigError(
+                "moe_edge: requests share their steps, so one cannot change settings: start the "
+                "server with --parallel 1"
+            )
         known, own = policy_settings(), usual.declared()
         for name in changes:
             if name not in known or not known[name].live:
-                raise ConfigError(f"'{name}' is no setting that a request may change")
+                raise ConfigError(f"moe_edge: '{name}' is not a setting that a request may change")
             if name not in own:
-                raise ConfigError(f"the policy {self.about.policy} has no setting '{name}'")
+                raise ConfigError(
+                    f"moe_edge: the policy {self.about.policy} has no setting '{name}'"
+                )
         return replace(usual, **changes)

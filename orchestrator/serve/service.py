@@ -1,5 +1,4 @@
-"""One model and the application that answers with it, for `moe-edge serve` and for each replica of
-a fleet."""
+"""A model and its HTTP application, for `moe-edge serve` and for each replica of a fleet."""
 
 from __future__ import annotations
 
@@ -20,18 +19,21 @@ from orchestrator.serve.served import Served, answering
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State, Stopped
 
-DAY_S = 86400  # for what waits without an end
+DAY_S = 86400  # a practically unlimited wait
 
 
 class Service:
-    """app: of ASGI; it says 503 before load has loaded the model and after stop. Close it."""
+    """A model and its ASGI application `app`. The caller calls `close` at the end.
+
+    Before `load` has finished and after `stop`, the application answers with status 503.
+    """
 
     def __init__(
         self, config: Config, settings: ServeSettings, note: Callable[[str], None]
     ) -> None:
-        """note gets a line for each request, and what else is to be said. Raises MoeEdgeError: the
-        settings are wrong, or there is no such model."""
-        # What is wrong with them is said before the model loads.
+        """note: gets the log lines and messages. Raises MoeEdgeError for wrong settings or a model
+        file that cannot be read."""
+        # These checks run before the model loads.
         with closing(ExpertModel.open(config.model, config.low)) as model:
             self._words = Words.of(model)
         return_memory()
@@ -42,8 +44,10 @@ class Service:
         Bindings.load()
 
     def load(self, progress: Progress) -> Served | None:
-        """Load the model, on any thread; None if stop came first. Raises MoeEdgeError, of which
-        NativeError means that llama.cpp's server core cannot be had."""
+        """Load the model; any thread may call this. Returns None if `stop` was called meanwhile.
+
+        Raises MoeEdgeError; NativeError means that llama.cpp's server core is not available.
+        """
         state = self.state
 
         def begins(what: str, done: float | None) -> None:
@@ -67,16 +71,17 @@ class Service:
         return served
 
     def stop(self) -> None:
-        """End everything soon, from any thread."""
+        """Start the shutdown: refuse new requests and cancel running ones. Thread-safe."""
         self.state.stopping = True
         if self.state.served is not None:
             self.state.served.runtime.stop()
 
     def close(self, end_s: float) -> bool:
-        """Free everything, after load has returned and the last request has ended.
+        """Free everything. Call this after `load` has returned and the last request has ended.
 
-        end_s: of the monotonic clock, when a thread that is still in llama.cpp is given up. What
-        was learned is kept then, nothing is freed, and False is returned: the process has to end.
+        end_s: time of the monotonic clock until which to wait for threads inside llama.cpp. Returns
+        False if one is still running then. The usage history is saved in that case, but nothing is
+        freed, and the caller has to end the process.
         """
         state, served = self.state, self.state.served
         state.quick.shutdown(wait=False)
@@ -90,11 +95,11 @@ class Service:
         return served is None or served.runtime.close(end_s) or self._give_up()
 
     def drain(self) -> None:
-        """End one server of a fleet, which has no requests left: keep its conversations in
-        --prompt-cache, and free everything."""
+        """Stop a replica that has no requests left: save its conversations to --prompt-cache, and
+        free everything."""
         self.stop()
         self.close(monotonic() + DAY_S)
 
     def _give_up(self) -> bool:
-        self._note("llama.cpp is still at work for a request: the server ends without it.")
+        self._note("llama.cpp is still working on a request: the server exits without waiting.")
         return False

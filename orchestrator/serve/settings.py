@@ -1,4 +1,4 @@
-"""The settings of `moe-edge serve`, beside those of the model."""
+"""The settings of `moe-edge serve`, in addition to those of the model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchestrator.errors import ConfigError
 from orchestrator.policy import policy_settings
 from orchestrator.settings import FROM_0, FROM_1, MORE, SIZE, Setting, Settings, setting
 
-# How long a request may be for each token of the context, and in any case. Prose has four to five
-# bytes a token; what one takes that is worked with is in the plan, too (BODY_FACTOR).
+# The default limit of a request's body: bytes for each token of the context, and a minimum. Prose
+# has four to five bytes per token. BODY_FACTOR is the memory for reading a body.
 BODY_BYTES, LEAST_BODY_BYTES = 16, 2**17
 
 _MOST_KEY_BYTES = 1 << 20
-# The native server refuses longer ones.
+# The native server refuses longer templates.
 _MOST_TEMPLATE_BYTES = 512 << 10
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -28,86 +28,90 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class ServeSettings(Settings):
-    """Who may ask, and how much at once."""
+    """Network address, access, queue and limits of the server."""
 
     host: str = setting(
-        "127.0.0.1", "Address to listen on. Any but this machine's own needs a key."
+        "127.0.0.1",
+        "Address to listen on. An address that other machines can reach requires an API key.",
     )
-    port: int = setting(8080, "Port to listen on; 0 takes a free one.", within=(0, 65535))
+    port: int = setting(8080, "Port to listen on; 0 selects a free port.", within=(0, 65535))
     parallel: int = setting(
         1,
-        "Answers that decode together. The context of each is --ctx.",
+        "Answers that decode at the same time. Each has a context of --ctx tokens.",
         within=(1, MOST_SEQUENCES),
     )
     queue: int = setting(
         16,
-        "Requests that wait for their turn; more are refused with 429. Clients take turns.",
+        "Requests that may wait for their turn. More are refused with status 429. Clients take "
+        "turns.",
         within=FROM_0,
         group=MORE,
     )
     alias: str | None = setting(
         None,
-        "The model's name for clients.",
+        "Name of the model for clients.",
         shown="the file's name",
         group=MORE,
     )
     api_key: str | None = setting(
         None,
-        "A key that every request has to bring; others of this machine see it in its process list.",
+        "API key that every request has to send. Other users of this machine can see it in the "
+        "process list.",
         metavar="KEY",
         group=MORE,
     )
     api_key_file: Path | None = setting(
-        None, "A file of keys, one a line. A request has to bring one of them."
+        None, "File of API keys, one per line. Every request has to send one of them."
     )
     allow_host: str | None = setting(
         None,
-        "Another name of this server that a Host header may have, as behind a proxy; several with "
-        "commas between.",
+        "Further names of this server that a Host header may have, for example for use with a "
+        "proxy; separated by commas.",
         metavar="NAMES",
         group=MORE,
     )
     trusted_proxy: str | None = setting(
         None,
-        "Address of a proxy whose X-Forwarded-For header names the client; several with commas "
-        "between. Clients without a key take turns by their address.",
+        "Addresses of proxies whose X-Forwarded-For header is trusted, separated by commas. "
+        "Clients without an API key take turns by address.",
         metavar="ADDRESSES",
         group=MORE,
     )
     cors_origin: str | None = setting(
         None,
-        "A web page's origin that may ask, as https://chat.example.org, or * for any.",
+        "Origin of web pages that may use this server, such as https://chat.example.org; * for "
+        "any.",
         metavar="ORIGIN",
         group=MORE,
     )
     chat_template: Path | None = setting(
         None,
-        "A Jinja chat template in the place of the model's own.",
+        "Jinja chat template to use instead of the model's own.",
         group=MORE,
     )
     body_limit: int | None = setting(
         None,
-        "The longest request.",
+        "Maximum size of a request.",
         unit=SIZE,
         shown="128KiB, or 16 bytes for each token of --ctx",
         group=MORE,
     )
     patience: int = setting(
         30,
-        "Seconds within which a request has to be here, its head and its body each.",
+        "Timeout in seconds for receiving the head of a request, and again for its body.",
         within=FROM_1,
         group=MORE,
     )
     timeout: int = setting(
         3600,
-        "Seconds after which a request is given up; 0 for never.",
+        "Timeout of a request in seconds; 0 for no limit.",
         within=FROM_0,
         group=MORE,
     )
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can connect."""
+        """Whether only this machine can connect."""
         if self.host == "localhost":
             return True
         try:
@@ -117,19 +121,19 @@ class ServeSettings(Settings):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Names that a Host header may have where the server is local."""
+        """The names that a Host header may have if the server is local."""
         more = (name.strip() for name in (self.allow_host or "").lower().split(","))
         return frozenset({*LOCAL_NAMES, self.host.lower(), *filter(None, more)})
 
     def most_body_bytes(self, n_ctx: int | None) -> int:
-        """How long a request may be. n_ctx: the context that was asked for, None where none was."""
+        """Return the maximum size of a request. n_ctx: the --ctx that was given, or None."""
         return self.body_limit or max(LEAST_BODY_BYTES, BODY_BYTES * (n_ctx or 0))
 
     def chat_template_text(self) -> str | None:
         """Return the text of --chat-template; None if it was not given.
 
         Raises TextFileError for a file that cannot be read or is not UTF-8, and ConfigError for an
-        empty one.
+        empty file.
         """
         if self.chat_template is None:
             return None
@@ -139,21 +143,19 @@ class ServeSettings(Settings):
         return text
 
     def keys(self) -> frozenset[str]:
-        """Return the keys that a request may bring; empty if requests need none.
+        """Return the API keys; empty if requests need none.
 
-        Raises ConfigError if the server can be reached from other machines and has no key, and
+        Raises ConfigError if other machines can reach the server and it has no key, and
         TextFileError for a key file that cannot be read or is not UTF-8.
         """
         keys = set() if self.api_key is None else {self.api_key.strip()}
         if "" in keys:
-            raise ConfigError(
-                "--api-key: the key is empty: give another one, or leave the option out"
-            )
+            raise ConfigError("--api-key: the key is empty: give a key, or leave the option out")
         if self.api_key_file is not None:
             lines = read_text(self.api_key_file, _MOST_KEY_BYTES).splitlines()
             keys |= {line.strip() for line in lines if line.strip()}
             if not keys:
-                raise ConfigError(f"--api-key-file {self.api_key_file}: it has no key in it")
+                raise ConfigError(f"--api-key-file {self.api_key_file}: the file has no keys")
         if not keys and not self.is_local:
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: give --api-key-file FILE, "
@@ -162,20 +164,20 @@ class ServeSettings(Settings):
         return frozenset(keys)
 
 
-# Settings of an answer that the server core takes as defaults for requests.
+# Settings of an answer that become the server's defaults for requests.
 _DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
 
 
 def answer_settings() -> list[Setting]:
-    """Return the settings of a chat that a server has, besides those of the model: defaults for
-    requests that do not set them, and those of conversations."""
+    """Return the settings for answers and conversations that a server has: defaults for requests
+    that do not set them."""
     own = Config.declared()
     conversation = [each for each in own.values() if each.conversation]
     return [own[name] for name in _DEFAULTS] + conversation
 
 
 def server_settings() -> dict[str, Setting]:
-    """All that `moe-edge serve` has an option for, by name."""
+    """Return all settings that `moe-edge serve` has an option for, by name."""
     model = [one for one in Config.declared().values() if not (one.answer or one.conversation)]
     policies = policy_settings().values()
     shared = [*ServeSettings.declared().values(), *model, *policies, *answer_settings()]
@@ -183,8 +185,11 @@ def server_settings() -> dict[str, Setting]:
 
 
 def options_of(args: Mapping[str, Any]) -> tuple[Config, ServeSettings]:
-    """What a server's options ask for that come from no command line. args: values by name, as
-    `prompt-cache` or `prompt_cache` for --prompt-cache. Raises ConfigError."""
+    """Parse options of `moe-edge serve` that do not come from a command line.
+
+    args: values by option name, such as `prompt-cache` or `prompt_cache`. Raises ConfigError for an
+    unknown option or a wrong value.
+    """
     known = server_settings()
     given: dict[str, Any] = {}
     for written, value in args.items():

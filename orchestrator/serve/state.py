@@ -1,4 +1,4 @@
-"""What requests of a server share: its keys, places, threads, and the model once it is loaded."""
+"""State that all requests share: keys, queues, threads, and the loaded model."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ _number = count(1)
 
 
 class Stopped(Exception):
-    """The server was told to end while it loaded a model or scored a prompt."""
+    """The server is shutting down while a model loads or a prompt is scored."""
 
 
 class State:
-    """What the application answers with.
+    """The shared state of the application.
 
-    served: the model, once it is loaded. threads: how the names of the server's threads begin.
-    all_metrics: returns the answer of `/metrics` for all servers, if this is one of several.
+    served: the model; None until it is loaded. threads: prefix of the names of the server's
+    threads. all_metrics: returns the metrics of all replicas, if this server is one of several.
+    began_s: Unix time of the start.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
         self.threads = f"server{next(_number)}-"
         self.settings = settings
         keys = settings.keys()
-        # Clients send a key that is not ASCII as UTF-8, and some as Latin-1.
+        # Most clients encode a non-ASCII key as UTF-8, some as Latin-1. Accept both.
         self.keys = frozenset(each for key in keys for each in _as_bytes(key))
         self.gate = Gate(settings.parallel, settings.queue)
         self.unread = Unread(UNREAD_BYTES)
         self.seats = Seats(settings.parallel)
         self.served: Served | None = None
-        self.began_s = int(time())  # of the Unix clock
+        self.began_s = int(time())
         self.stopping = False
         self.all_metrics: Callable[[], Awaitable[str]] | None = None
-        # One for bodies, one for figures, one for scores.
+        # Three threads: one for bodies, one for metrics and other queries, one for scoring.
         self.quick: Executor = ThreadPoolExecutor(3, f"{self.threads}quick")
         self.bodies = Bodies(self.quick, lambda: self.stopping)
 
     def ready(self) -> Served:
-        """Return the model. Raises Refusal while it loads, if its file was written to, and at the
-        end."""
+        """Return the model. Raises Refusal while it loads, during shutdown, and if the model file
+        has changed."""
         if self.stopping:
             raise STOPPING
         if self.served is None:
@@ -55,7 +56,7 @@ class State:
         return self.served
 
     def check(self) -> None:
-        """Raises Refusal if the answers of the model cannot be right any more."""
+        """Raise Refusal if the model can no longer answer correctly."""
         fault = self.served.runtime.fault() if self.served is not None else ""
         if fault:
             raise Refusal(503, fault)

@@ -1,4 +1,4 @@
-"""What people and monitors see of the server: the page at `/`, and what Prometheus reads."""
+"""The page at `/`, its data, and the metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.served import Served
 from orchestrator.serve.state import State
 
-# One file of ours, which works without network.
+# A single file that needs no other server.
 PAGE = Path(__file__).with_name("page.html")
 PREFIX = "moe_edge_"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", re.MULTILINE)
@@ -26,8 +26,10 @@ Labels = Mapping[str, str]
 
 
 def page_response() -> Response:
-    """The page, and what a browser may do for it: run its own script, use its own style, and ask
-    this server. Whatever an answer brought into it could do neither."""
+    """Return the page, with a Content Security Policy that allows only its own script and style.
+
+    The page may only connect to this server. HTML in an answer therefore cannot run scripts.
+    """
     text = PAGE.read_text(encoding="utf-8")
     may = (
         "default-src 'none'",
@@ -49,17 +51,17 @@ def page_response() -> Response:
 
 
 def _digest(text: str, tag: str) -> str:
-    """An inline element as Content Security Policy names it (level 2, section 7.17.2)."""
+    """Return the hash of an inline element for Content Security Policy (level 2, 7.17.2)."""
     (inner,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return "sha256-" + b64encode(hashlib.sha256(inner.encode()).digest()).decode()
 
 
 def picture(runtime: Runtime) -> dict[str, Any]:
-    """Return what the page shows: the model, where each expert is, how often tokens used it, hits
-    and bytes, and what memory is in use.
+    """Return the data of the page: the model, the tier of each expert, usage counts, cache hits,
+    bytes read, and memory in use.
 
-    resident and used: uint8 and little-endian uint32 [layers, experts] in base64. streams_below:
-    without managed experts, a --ram in bytes with which some of them come from the disk.
+    resident and used: uint8 and little-endian uint32 [layers, experts] in base64. streams_below: if
+    no expert is managed, a --ram in bytes at which some experts would come from the disk.
     """
     plan, stats = runtime.plan, runtime.stats()
     about = {"model": runtime.about.name, "mode": stats.mode, "memory": runtime.memory()}
@@ -81,7 +83,7 @@ def picture(runtime: Runtime) -> dict[str, Any]:
 
 
 def metrics_text(state: State, served: Served) -> str:
-    """Counters and gauges in Prometheus's text format."""
+    """Return our metrics in Prometheus' text format."""
     lines: list[str] = []
     last = ""
     for name, kind, help, labels, value in _samples(state, served):
@@ -94,7 +96,7 @@ def metrics_text(state: State, served: Served) -> str:
 
 
 def of_replica(text: str, replica: str) -> str:
-    """Metrics with one more label, by which those of several servers are told apart."""
+    """Add the label `replica` to all metrics of one server."""
 
     def named(sample: re.Match[str]) -> str:
         labels = f'{sample[2]},replica="{replica}"' if sample[2] else f'replica="{replica}"'
@@ -104,7 +106,7 @@ def of_replica(text: str, replica: str) -> str:
 
 
 def together(texts: Iterable[str]) -> str:
-    """Metrics of several servers as one text, in which each name has its head once."""
+    """Merge the metrics of several servers, so that each metric has one header."""
     families: dict[str, dict[str, None]] = {}
     for text in texts:
         for line in text.splitlines():
@@ -115,37 +117,44 @@ def together(texts: Iterable[str]) -> str:
 
 
 def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labels, float]]:
+    """Yield (name, kind, help, labels, value) of each metric."""
     gate, bodies, unread = state.gate, state.bodies, state.unread
-    yield "requests_running", "gauge", "Requests that decode now.", {}, gate.running
+    yield "requests_running", "gauge", "Requests that are being answered.", {}, gate.running
     yield "requests_waiting", "gauge", "Requests that wait for their turn.", {}, gate.waiting
     yield "requests_refused_total", "counter", "Requests refused with 429.", {}, gate.refused
-    yield "unread_bytes", "gauge", "Answers that nobody has read.", {}, unread.n_bytes
-    yield "body_bytes", "gauge", "Requests that arrive or wait.", {}, bodies.kept_bytes
-    yield "bodies_waiting", "gauge", "Requests that wait to be looked at.", {}, bodies.waiting
+    yield (
+        "unread_bytes",
+        "gauge",
+        "Bytes of answers that clients have not read.",
+        {},
+        unread.n_bytes,
+    )
+    yield "body_bytes", "gauge", "Bytes of requests that arrive or wait.", {}, bodies.kept_bytes
+    yield "bodies_waiting", "gauge", "Requests that wait to be read.", {}, bodies.waiting
     refused = bodies.refused
-    yield "bodies_refused_total", "counter", "Requests refused for want of room.", {}, refused
+    yield "bodies_refused_total", "counter", "Requests refused for lack of memory.", {}, refused
     peak = peak_rss_bytes()
-    yield "peak_resident_bytes", "gauge", "Most memory that the process had.", {}, peak
+    yield "peak_resident_bytes", "gauge", "Peak resident memory of the process.", {}, peak
     plan, stats = served.runtime.plan, served.runtime.stats().counts
-    yield "ram_bytes", "gauge", "Cap on all that the model takes.", {}, plan.ram_bytes
-    yield "budget_bytes", "gauge", "Cap on the slots of experts.", {}, plan.budget_bytes
+    yield "ram_bytes", "gauge", "Memory limit of the model (--ram).", {}, plan.ram_bytes
+    yield "budget_bytes", "gauge", "Memory limit of the expert cache.", {}, plan.budget_bytes
     if stats is None:
         return
     by_phase = (
-        ("expert_requests_total", "Experts that tokens asked for.", stats.requests),
-        ("expert_hits_total", "Of those, in memory already.", stats.hits),
-        ("demand_bytes_total", "Bytes read because a token waited.", stats.demand_bytes),
-        ("prefetch_bytes_total", "Bytes read ahead.", stats.prefetch_bytes),
-        ("wait_microseconds_total", "Time that computing waited for bytes.", stats.wait_us),
+        ("expert_requests_total", "Experts that the router selected.", stats.requests),
+        ("expert_hits_total", "Selected experts that were in memory.", stats.hits),
+        ("demand_bytes_total", "Bytes read while a token waited for them.", stats.demand_bytes),
+        ("prefetch_bytes_total", "Bytes prefetched.", stats.prefetch_bytes),
+        ("wait_microseconds_total", "Time that computing waited for reads.", stats.wait_us),
     )
     for name, help, values in by_phase:
         for phase in Phase:
             yield name, "counter", help, {"phase": phase.name.lower()}, values[phase]
-    help = "Bytes read to exchange versions of experts."
+    help = "Bytes read to change the tiers of resident experts."
     yield "transition_bytes_total", "counter", help, {}, stats.transition_bytes
     for name, help, table in (
-        ("experts_decided_total", "Experts by the precision that was decided.", stats.routed),
-        ("matrices_computed_total", "Matrices by the precision computed.", stats.computed),
+        ("experts_decided_total", "Experts by the tier that the policy decided.", stats.routed),
+        ("matrices_computed_total", "Matrices by the tier that was computed.", stats.computed),
     ):
         for phase in Phase:
             for tier, count in zip(plan.tier_names, table[phase], strict=False):

@@ -1,5 +1,4 @@
-"""What goes over the wire: bodies that come in, errors that go out, and answers with their costs
-in the form that a path's clients know."""
+"""The wire formats: reads bodies, writes errors, and adds costs to llama.cpp's answers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from gguf_tools.units import format_size
 
-# Errors by their status, as OpenAI names them.
+# OpenAI's error type for each HTTP status.
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -27,19 +26,19 @@ KINDS = {
     503: "unavailable_error",
     504: "timeout_error",
 }
-# llama.cpp's word for a step that failed; the store knows why.
+# llama.cpp's message for a step that failed. The store knows the cause.
 STEP_FAILED = b"Compute error."
-# Its words where a grammar is given up in the middle of an answer (moe-edge-grammar.cpp).
+# The beginning of the message if a grammar was given up during an answer (moe-edge-grammar.cpp).
 GRAMMAR_FAILED = b"got exception: the grammar "
-# Its status for what a model cannot do, which is no failure of the server.
+# llama.cpp's status for a feature that the model does not support.
 NOT_SUPPORTED = 501
-# How deep a request may nest; and what the escape of a half of a character looks like.
+# The deepest nesting of a request. _HALVES finds escapes of surrogates.
 MOST_DEPTH = 100
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
 _NOTHING = b"data: null" + EVENT_END
-# What the last event of a stream has, by the form of its path.
+# Marks of a stream's last event, in the formats of the different paths.
 _LAST_EVENTS = (
     b"data: [DONE]",
     b"event: message_stop",
@@ -48,37 +47,38 @@ _LAST_EVENTS = (
     b'"stop":true',
     *ERROR_EVENTS,
 )
-# Anthropic's form of requests. Its clients see an error in a stream by the event's name alone.
+# Anthropic's path. Its clients detect an error in a stream only by the name of the event.
 ANTHROPIC = "/v1/messages"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
-# Names of the most tokens of an answer, in the order in which llama.cpp looks for them.
+# Names of the limit on generated tokens, in llama.cpp's order of precedence.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
-# Its event with what an answer came to, which llama.cpp sends without `timings`.
+# Anthropic's event with the usage of an answer. llama.cpp sends it without `timings`.
 _SUMMARY = "message_delta"
 _SUMMARY_TYPE = re.compile(rb'"type": ?"message_delta"')
 _TIMINGS = re.compile(rb'"timings": ?\{(?=(\})?)')
-# Paths whose whole answers llama.cpp gives no `timings`. Elsewhere an answer has none where its
-# client wants other fields alone (`response_fields`).
+# Paths on which llama.cpp's complete answers have no `timings`. On other paths `timings` is only
+# missing if the client selected other fields (`response_fields`).
 _WITHOUT_TIMINGS = (ANTHROPIC, RESPONSES)
 
 
 class Refusal(Exception):
-    """A request that is answered with a status and one sentence. more: fields of the error beside
-    these, or in their place."""
+    """An error response: an HTTP status and one sentence. more: further fields of the error; they
+    override the standard ones."""
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
         super().__init__(message)
         self.status, self.message, self.more = status, message, more
 
     def as_object(self) -> dict[str, Any]:
-        """An error as the SDKs of OpenAI and Anthropic read it."""
+        """Return the error in the format that the SDKs of OpenAI and Anthropic read."""
         kind = KINDS.get(self.status, "server_error")
         error = {"code": self.status, "message": self.message, "type": kind, **self.more}
         return {"type": "error", "error": error}
 
     @property
     def headers(self) -> dict[str, str]:
+        """Header fields of the response."""
         return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
@@ -86,18 +86,20 @@ STOPPING = Refusal(503, "the server is shutting down")
 
 
 def is_ollama(path: str) -> bool:
-    """Whether a path's clients are Ollama's."""
+    """Whether a path belongs to Ollama's API."""
     return path.startswith("/api/")
 
 
 def ollama_error(message: str) -> dict[str, Any]:
-    """An error as Ollama's clients read it."""
+    """Return an error in the format that Ollama's clients read."""
     return {"error": message}
 
 
 def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
-    """What llama.cpp says of a prompt that a context of n_ctx tokens has no room for. n_tokens: at
-    least so many it has."""
+    """Return llama.cpp's error for a prompt that does not fit in a context of n_ctx tokens.
+
+    n_tokens: length of the prompt, or a lower bound of it.
+    """
     return Refusal(
         400,
         f"{what} exceed{'' if what.endswith('messages') else 's'} the available context size, "
@@ -111,8 +113,12 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
 async def read_body(
     request: Request, most_bytes: int, useful_bytes: int, count: Callable[[int], None]
 ) -> bytes:
-    """The whole body. count gets how long it is by now. Raises Refusal for one that is or says that
-    it is longer than most_bytes, before it is all here. useful_bytes: what a context can use."""
+    """Read and return the whole body of a request.
+
+    count: called with the length so far. Raises Refusal as soon as the body, or its declared
+    length, exceeds most_bytes. useful_bytes: the length that the context could use, for the
+    message.
+    """
     body, said = bytearray(), request.headers.get("content-length", "")
     try:
         if said.isascii() and said.isdigit() and (len(said) > 18 or int(said) > most_bytes):
@@ -123,21 +129,21 @@ async def read_body(
             if len(body) > most_bytes:
                 raise _too_long(most_bytes, useful_bytes)
     except ClientDisconnect:
-        raise Refusal(400, "the request ended early") from None
+        raise Refusal(400, "the connection closed before the whole request arrived") from None
     return bytes(body)
 
 
 def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
-    said = f"the request is longer than --body-limit, {format_size(most_bytes)}"
+    said = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
     if useful_bytes > most_bytes:
         wanted = format_size(useful_bytes).replace(" ", "")
-        said += f": the context has room for --body-limit {wanted}"
+        said += f": send less, or start the server with --body-limit {wanted}, the context's size"
     return Refusal(413, said)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body. Raises Refusal for anything else, and for one that nests deeper
-    than anybody needs, or has half a character in it."""
+    """Parse a body as a JSON object. Raises Refusal for anything else, for nesting deeper than
+    MOST_DEPTH, and for lone surrogates."""
     try:
         data = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
         if _HALVES.search(body):
@@ -145,7 +151,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except UnicodeEncodeError:
-        raise Refusal(400, "a text of the body has half a character (a lone surrogate)") from None
+        raise Refusal(400, "a text of the body has a lone surrogate (half a character)") from None
     except (ValueError, RecursionError):
         raise Refusal(400, "the body is not JSON") from None
     if not isinstance(data, dict):
@@ -153,20 +159,20 @@ def read_object(body: bytes) -> dict[str, Any]:
     if body.count(b"[") + body.count(b"{") > MOST_DEPTH:
         deepest = next(islice(levels([data]), MOST_DEPTH, None), [])
         if any(isinstance(each, (dict, list)) for each in deepest):
-            raise Refusal(400, f"the body nests more than {MOST_DEPTH} deep")
+            raise Refusal(400, f"the body is nested more than {MOST_DEPTH} levels deep")
     return data
 
 
 def written(data: dict[str, Any]) -> bytes:
-    """A request's object for llama.cpp. Raises Refusal for a number that JSON has no room for."""
+    """Serialize a request for llama.cpp. Raises Refusal for infinite numbers."""
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
-        raise Refusal(400, "a number of the body is too large") from None
+        raise Refusal(400, "a number in the body is too large for JSON") from None
 
 
 def levels(values: list[Any]) -> Iterator[list[Any]]:
-    """These values, then those in their objects and lists, and so on, level by level."""
+    """Yield a list of values, then the children of its objects and lists, level by level."""
     while values:
         yield values
         values = [
@@ -178,12 +184,13 @@ def levels(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _no_constant(name: str) -> float:
+    """Refuse NaN and Infinity, which Python's parser would accept."""
     raise ValueError(name)
 
 
 def without_nothing(events: bytes) -> bytes:
-    """Return a stream's events without those that say nothing, `data: null`. llama.cpp sends them
-    between the answers to several prompts."""
+    """Return a stream's events without the empty ones (`data: null`), which llama.cpp sends between
+    the answers to several prompts."""
     if not events.startswith(_NOTHING) and EVENT_END + _NOTHING not in events:
         return events
     kept = [each for each in events.split(EVENT_END) if each + EVENT_END != _NOTHING]
@@ -191,13 +198,16 @@ def without_nothing(events: bytes) -> bytes:
 
 
 def is_whole(last: bytes, is_stream: bool) -> bool:
-    """Whether an answer is complete. last: its last part that was not empty."""
+    """Whether an answer is complete. last: its last non-empty part."""
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Where in llama.cpp's answer it says that a step or a grammar failed, and no model does; -1
-    where it does not. Of a stream, text is whole events."""
+    """Return the offset at which llama.cpp's answer reports a failed step or grammar, or -1.
+
+    text: whole events if the answer is a stream. The same words in the model's own text do not
+    count.
+    """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
     if status == 500:
@@ -212,17 +222,19 @@ def failure_at(status: int, text: bytes) -> int:
 
 
 def grammar_failure(text: bytes) -> str | None:
-    """The sentence with which a failed answer says that its grammar was given up; None where it
-    failed otherwise. text: from where it says so."""
+    """Return the reason why an answer's grammar was given up; None for another failure.
+
+    text: the answer from the offset of `failure_at` on.
+    """
     at = text.find(GRAMMAR_FAILED)
     sentence = text[at:].partition(b": ")[2].partition(b'"')[0]
     return sentence.decode("utf-8", "replace") if at >= 0 else None
 
 
 def progress_of(events: bytes) -> bytes:
-    """Return the last of some events if it reports how much of a prompt is read, else nothing.
+    """Return the last event if it reports how much of the prompt is read, else b"".
 
-    Only streams whose events are all of one kind (chat and completions) get such reports repeated.
+    Only streams whose events have no name (chat and completions) get such reports repeated.
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -230,7 +242,7 @@ def progress_of(events: bytes) -> bytes:
 
 
 def with_progress(event: bytes, n_tokens: float) -> bytes:
-    """Return the event of progress_of with n_tokens more of the prompt read, at most all of it."""
+    """Return a progress event with n_tokens more tokens read, at most the whole prompt."""
 
     def change(data: Any) -> Any:
         progress = data["prompt_progress"]
@@ -241,31 +253,32 @@ def with_progress(event: bytes, n_tokens: float) -> bytes:
 
 
 def message_of(part: bytes) -> str:
-    """The sentence in an error of llama.cpp's."""
+    """Return the message of an error from llama.cpp."""
     try:
         return str(json.loads(part)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return "the model cannot do that"
+        return "the model does not support this request"
 
 
 def error_event(route: str, error: bytes) -> bytes:
-    """An error's JSON as an event of the stream that this path answers with."""
+    """Return an error's JSON as an event, in the stream format of the path."""
     head = b"event: error\n" if route == ANTHROPIC else b""
     return head + b"data: " + error + b"\n\n"
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Whether costs belong into a part of an answer: its account, or all of one that has none."""
+    """Whether this part of an answer should get the costs: it has `timings`, or is complete and its
+    path never has them."""
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
     return b'"timings"' in part or _SUMMARY.encode() in part
 
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
-    """A part of an answer, with the costs beside llama.cpp's own figures in `timings`, or alone
-    there where it never has any. Without costs it stays as it is.
+    """Return a part of an answer with the costs added to `timings`, which is created if needed.
 
-    It stays a text, since an answer may be megabytes and other clients would wait for its parsing.
+    Without costs the part is unchanged. The JSON is edited as text: parsing a large answer would
+    block other clients.
     """
     if not costs:
         return part
@@ -279,11 +292,13 @@ def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) 
 
 
 def _beside(text: bytes, ours: bytes) -> bytes:
-    """Within a JSON string the name's quotes would have backslashes, so that this finds names."""
+    """Insert the costs at the start of `timings`. Inside a JSON string the quotes of the name would
+    be escaped, so this matches only property names."""
     return _TIMINGS.sub(lambda found: found[0] + ours + (b"" if found[1] else b","), text)
 
 
 def _with_timings(text: bytes, ours: bytes) -> bytes:
+    """Append `timings` with the costs to a JSON object."""
     whole = text.rstrip()
     if not whole.endswith(b"}"):
         return text
@@ -292,17 +307,18 @@ def _with_timings(text: bytes, ours: bytes) -> bytes:
 
 
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
-    """A part of an answer with its JSON changed: all of it, or that of each event of a stream.
+    """Apply `change` to the JSON of a part of an answer: to all of it, or to each event of a
+    stream.
 
-    Others wait meanwhile, in a thread as well, since Python's lock is held by one call of `json`.
-    Whole answers are short enough for that: 240 KB with all probabilities that there is memory for
-    take 12 ms, and a text of 131,072 tokens 5 ms.
+    This blocks all other threads, because one call of `json` holds Python's lock. Complete answers
+    are short enough for that: 240 KB with probabilities, the most that fits in memory, take 12 ms,
+    and a text of 131,072 tokens takes 5 ms.
     """
     return _each(part, is_stream, lambda text: _changed(text, change))
 
 
 def _each(part: bytes, is_stream: bool, change: Callable[[bytes], bytes]) -> bytes:
-    """A part of an answer with its texts of JSON changed: all of it, or that of each event."""
+    """Apply `change` to the JSON text of a part: to all of it, or to each event of a stream."""
     if not is_stream:
         return change(part)
     mark = b"data: "
@@ -321,7 +337,7 @@ def _changed(text: bytes, change: Callable[[Any], Any]) -> bytes:
 
 
 def limit_of(data: dict[str, Any]) -> int | None:
-    """The most tokens that a request asks for, as llama.cpp reads it; None for all there are."""
+    """Return the request's limit of generated tokens, as llama.cpp reads it; None for no limit."""
     for name in LIMITS:
         if name in data:
             limit = int(data[name])
@@ -330,15 +346,16 @@ def limit_of(data: dict[str, Any]) -> int | None:
 
 
 class Shaping:
-    """What is changed in the answer to one request, whose fields are as the client sent them."""
+    """Converts llama.cpp's answer to the format that the client of one request expects."""
 
     def __init__(self, route: str, data: dict[str, Any]) -> None:
+        """data: the request's fields as the client sent them."""
         self._route = route
         self._stops = data.get("stop_sequences") or ()
         asked = data.get("logprobs")
         self._only_chosen = route == CHAT and bool(asked) and not data.get("top_logprobs")
         self._n_logprobs = asked if route == COMPLETIONS else None
-        self._at: dict[int, int] = {}  # characters of each answer so far
+        self._at: dict[int, int] = {}  # {index of a choice: characters sent so far}
         self.has_no_tokens = route != CHAT and limit_of(data) == 0
         self.is_needed = (
             route == ANTHROPIC
@@ -348,7 +365,7 @@ class Shaping:
         )
 
     def shape(self, part: bytes, is_stream: bool) -> bytes:
-        """A part of the answer: all of it, or whole events of a stream."""
+        """Convert a part of the answer: all of it, or whole events of a stream."""
         return mapped(part, is_stream, self._change)
 
     def _change(self, data: Any) -> Any:
@@ -381,8 +398,10 @@ class Shaping:
 
 
 def completion_logprobs(tokens: list[dict[str, Any]], begin: int, with_top: bool) -> dict[str, Any]:
-    """The probabilities of an answer's tokens as OpenAI's plain completion has them. begin: how
-    many characters of the answer came before."""
+    """Return token probabilities in the format of OpenAI's completions.
+
+    tokens: entries in the chat format. begin: number of characters of the answer before them.
+    """
     offsets, at = [], begin
     for token in tokens:
         offsets.append(at)
@@ -400,7 +419,7 @@ def completion_logprobs(tokens: list[dict[str, Any]], begin: int, with_top: bool
 
 
 def _empty(answer: dict[str, Any]) -> None:
-    """Takes the one token out of an answer that was to have none."""
+    """Remove the one token from an answer for which the client wanted none."""
     for choice in answer.get("choices") or ():
         choice["text"], choice["logprobs"] = "", None
         if choice.get("finish_reason") is not None:
@@ -418,8 +437,11 @@ def _empty(answer: dict[str, Any]) -> None:
 
 
 def _stopped(answer: Any, stops: Any) -> None:
-    """Says of one of Anthropic's answers that a sequence of the client's ended it; llama.cpp also
-    names those of the chat template."""
+    """Correct the stop reason of one of Anthropic's answers, in place.
+
+    Only the client's own stop sequences are reported. llama.cpp also reports those of the chat
+    template.
+    """
     if not isinstance(answer, dict) or "stop_sequence" not in answer:
         return
     if answer["stop_sequence"] not in stops:
@@ -429,7 +451,7 @@ def _stopped(answer: Any, stops: Any) -> None:
 
 
 def anthropic_error(data: Any) -> Any:
-    """An error of llama.cpp's, as Anthropic's clients know errors: within an object of its own."""
+    """Wrap an error from llama.cpp in the object that Anthropic's clients expect."""
     if isinstance(data, dict) and "type" not in data and isinstance(data.get("error"), dict):
         return {"type": "error", **data}
     if isinstance(data, dict) and "message" in data and "code" in data:
