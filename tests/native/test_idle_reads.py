@@ -66,7 +66,7 @@ def test_answers_are_the_same(policy, device, one):
         # a request may come at any moment: it ends what is going on
         np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
         e.inside.store.check()
-        with pytest.raises(ConfigError, match="were read ahead between two answers"):
+        with pytest.raises(ConfigError, match="were prefetched between two answers"):
             Recorder(e.inside)
 
 
