@@ -140,7 +140,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         ),
         ("n_expert", 0, "n_expert is 0"),
         ("n_expert", True, "n_expert is True"),
-        ("n_expert_used", 9, "9 of 8 experts a token"),
+        ("n_expert_used", 9, "9 experts per token, but only 8 experts"),
         ("layer_ids", [], "layer_ids is []"),
         ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
         ("tiers", ["a"] * (MAX_TIERS + 1), "tiers is "),
@@ -220,9 +220,9 @@ WRONG = [
     (changed("marks", (0, 1), 3), "marks, column 1, has a value"),
     (lambda a: a.update(marks=np.array([[2, 0, 0], [1, 0, 0]], np.int32)), "marks: not in the"),
     (lambda a: a.update(restored=np.array([[-1, 0, 0]], np.int32)), "restored, column 0, has"),
-    (lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)), "restored: not of the size"),
+    (lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)), "restored: its sizes do not add up"),
     (lambda a: a.update(restored=np.array([[0, 0, -1]], np.int32)), "restored, column 2, has"),
-    (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: not of the size"),
+    (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: its sizes do not add up"),
     (changed("costs", (0, 0, 0), -1.0), "costs has a value that is not 0 to"),
     (changed("start_hotness", (0, 0), np.nan), "start_hotness has a value that is not 0 to"),
     (changed("losses", (0, 0, 0), -1), "losses has a value that is not 0 to"),
@@ -278,7 +278,7 @@ def test_a_trace_without_steps(tmp_path):
     trace = decode([[0, 1]])
     kept = ("slices", "start_hotness", "losses", "costs", "counters")
     empty = {name: array if name in kept else array[:0] for name, array in trace.arrays.items()}
-    with pytest.raises(TraceError, match="holds no step"):
+    with pytest.raises(TraceError, match="has no steps"):
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))
 
 
