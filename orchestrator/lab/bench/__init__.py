@@ -1,1 +1,3 @@
-"""Side-by-side measurements under memory caps, against upstream and against the bound."""
+"""Benchmarks under memory caps: moe-edge, upstream llama.cpp and a theoretical bound side by
+side.
+"""

@@ -1,4 +1,4 @@
-"""`moe-edge bench ablation`: what each part of DyMoE brings (the paper's Table 3)."""
+"""`moe-edge bench ablation`: the contribution of each part of DyMoE (the paper's Table 3)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from orchestrator.settings import FROM_1, again, setting
 
 @dataclass(frozen=True)
 class AblationOptions(BenchOptions):
-    """turns: prompts after the first one, each followed by its share of the decode steps.
+    """Options of the ablation.
 
-    The first prompt finds empty slots (cold); the others find what decoding left there, as
-    the second question of a chat does. Each starts a conversation of its own. Raises ConfigError.
+    `turns` is the number of prompts after the first one. Each is followed by its part of the decode
+    steps. The first prompt starts with empty slots (cold). The others start with the experts that
+    decoding left in memory, like the second question of a chat, but in a new conversation. Raises
+    ConfigError.
     """
 
     routing: str = again(BenchOptions, "routing", "zipf")
@@ -27,7 +29,7 @@ class AblationOptions(BenchOptions):
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
     runs: int = again(BenchOptions, "runs", 3)
     turns: int = setting(
-        3, "Prompts of one process after a first one; they share the decode steps.", within=FROM_1
+        3, "Prompts per process after a first one; they share the decode steps.", within=FROM_1
     )
 
     def parts(self) -> list[Part]:
@@ -38,7 +40,7 @@ class AblationOptions(BenchOptions):
 
 
 def add_over_demand(rows: Sequence[Result]) -> None:
-    """How much faster than load on demand under the same cap."""
+    """Add the speed-up over load on demand under the same cap to each row."""
     for same in caps_of(rows):
         demand = [row for row in same if row["name"] == ON_DEMAND]
         add_ratio(same, "speedup_tpot", demand)
@@ -46,7 +48,7 @@ def add_over_demand(rows: Sequence[Result]) -> None:
 
 
 class Ablation(Benchmark):
-    """The parts of DyMoE, one after the other."""
+    """Compares the parts of DyMoE, each row adding one."""
 
     options = AblationOptions
     columns = (
@@ -63,8 +65,11 @@ class Ablation(Benchmark):
     )
 
     def cases(self) -> list[Case]:
-        """Everything in memory; then, under each cap, upstream (where there is a cap on it), our
-        null baseline, and the six rows."""
+        """Return the reference with everything in memory, and the rows of each cap.
+
+        Under each cap, these are upstream (if the cap applies to the whole process), the global LRU
+        baseline and the paper's six rows.
+        """
         options, listed = self.on, [REFERENCE]
         for cap in options.caps:
             listed += [mapped(cap)] if options.caps_process else []
@@ -78,18 +83,20 @@ class Ablation(Benchmark):
         options = self.on
         return [
             f"{options.turns} prompts of {options.prompt_tokens} {options.words} tokens, each "
-            f"followed by its share of {options.tokens} decode steps; cold: one before them, into "
-            f"empty slots. {options.runs} runs in turn, medians; 4/2 and 4/0 at r = "
+            f"followed by its share of {options.tokens} decode steps; cold: a first prompt with "
+            f"empty slots. Medians of {options.runs} alternating runs; 4/2 and 4/0 at r = "
             f"{options.retention}",
-            "the paper's speed-ups in TPOT over row 1: row 5 x 2.43, row 6 x 2.67",
+            "TPOT speed-ups over row 1 in the paper: row 5 x 2.43, row 6 x 2.67",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """With how many of the next layer's experts were foreseen while decoding, by layer."""
+        """Add the recall of the look-ahead per layer: the fraction of experts predicted during
+        decode.
+        """
         lines = super().notes(rows)
         for row in rows:
             recall = row.get("policy", {}).get("recall") or []
             if any(share is not None for share in recall):
                 text = " ".join("-" if share is None else percent()(share) for share in recall)
-                lines.append(f"{row['name']}: recall of the look-ahead by layer in %: {text}")
+                lines.append(f"{row['name']}: look-ahead recall per layer in %: {text}")
         return lines

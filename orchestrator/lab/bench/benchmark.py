@@ -1,5 +1,6 @@
-"""The form of every benchmark: each case in processes of its own, in turn, and a report of all of
-them."""
+"""The base class of all benchmarks. Each case runs in its own processes, and the cases take
+turns.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +29,28 @@ from orchestrator.lab.table import Column, Report, Table
 from orchestrator.memory.footprint import model_shape
 
 START_SECONDS = 300.0
-# Said before anything else.
+# The first line of a report with --quick.
 QUICK_NOTE = (
-    "--quick: a tiny model and few tokens show that the benchmark runs. Its figures mean nothing."
+    "--quick: a tiny model and few tokens, to test that the benchmark runs. Ignore its figures."
 )
 
 
 class Benchmark(ABC):
-    """A list of cases on one model, which is made where it is not there yet; a row for each, and
-    columns.
+    """A list of cases on one model, with one row per case. The model is generated if missing.
 
-    on: what was asked for. bandwidths: what the disk delivered before each run; skipped: what could
-    not be done."""
+    - on: the options.
+    - bandwidths: disk bandwidth measured before each run.
+    - skipped: reasons for parts that could not be measured.
+    """
 
     options: ClassVar[type[BenchOptions]]
     columns: ClassVar[Sequence[Column]]
 
     def open(self, on: Any, note: Note) -> None:
-        """Makes or finds the model. Raises MoeEdgeError where none can be made, or where its
-        context does not hold what is to be measured."""
+        """Open the model, and generate it if it is missing.
+
+        Raises MoeEdgeError if it cannot be generated, and ConfigError if its context is too short.
+        """
         self.on, self.note = on, note
         self.high, self.low = build_models(on, (HIGH, LOW), note)
         self.model = ExpertModel.open(self.high, self.low)
@@ -57,34 +61,37 @@ class Benchmark(ABC):
         most = self.model.hparams.context_length
         if most and longest > most:
             raise ConfigError(
-                f"what is to be measured takes a context of {longest} tokens, the model "
-                f"was made for {most}: ask for shorter prompts or fewer tokens"
+                f"the benchmark needs a context of {longest} tokens, the model was trained for "
+                f"{most}: use a shorter prompt or fewer tokens"
             )
 
     @abstractmethod
     def cases(self) -> list[Case]:
-        """What is compared, in the order of the tables."""
+        """Return the cases in the order of the tables."""
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """The figures of one case over its runs, or "error"."""
+        """Return the metrics of one case over its runs, or a row with "error"."""
         return case_row(case, runs, self.limit_bytes(case))
 
     @abstractmethod
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Adds to the rows what follows from all of them. runs: of each."""
+        """Add metrics that depend on several rows. `runs` holds the runs of each row."""
 
     @abstractmethod
     def intro(self) -> list[str]:
-        """What was measured and what the columns mean, a paragraph each."""
+        """Return paragraphs that explain the measurement and its columns."""
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """What else is to be said of the rows of one table."""
+        """Return the footnotes of one table."""
         return row_notes(rows)
 
     def run(self, on: BenchOptions, note: Note = lambda text: None) -> Report:
-        """Makes the model, measures everything and reports it, in a table for each cap, everything
-        resident first; note gets progress lines. A case that failed is reported in its row. Raises
-        MoeEdgeError where no model can be made or read."""
+        """Measure all cases and return the report, with one table per cap.
+
+        The table without a cap (everything in memory) comes first. `note` receives progress
+        messages. A case that fails is reported in its row. Raises MoeEdgeError if the model cannot
+        be generated or read.
+        """
         quick = [QUICK_NOTE] if on.quick else []
         for line in quick:
             note(line)
@@ -93,19 +100,19 @@ class Benchmark(ABC):
         runs = self.measure_all(listed)
         rows = [self.row(case, each) for case, each in zip(listed, runs, strict=True)]
         self.compare(rows, runs)
-        # A table is quoted without the heading: it says itself what a shortened model is.
+        # Tables are often quoted without the heading, so the title describes the model.
         made = f"{self.model.n_layers} layers, {on.runs} run{'s' if on.runs > 1 else ''}"
         if not on.trained:
-            made += f", a layer adds {RESIDUAL_POWER:.1f} of the stream's power"
+            made += f", each layer adds {RESIDUAL_POWER:.1f} of the stream's power"
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
-            title = "everything resident" if cap is None else self.cap_words.format(cap)
+            title = "everything in memory" if cap is None else self.cap_words.format(cap)
             title += "" if limit is None else f", {limit / MIB:.0f} MiB"
             tables.append(Table(f"{title}; {made}", self.columns, same, self.notes(same)))
         return Report([*quick, *self._heading(), *self.intro()], tables, self.skipped)
 
     def _heading(self) -> list[str]:
-        """The model, the machine, the disk and the routing."""
+        """Describe the model, the machine, the disk and the routing."""
         on, model, disks = self.on, self.model, self.bandwidths
         threads, speeds = on.n_threads, [each.bytes_per_s / 1e9 for each in disks]
         return [
@@ -121,11 +128,13 @@ class Benchmark(ABC):
         ]
 
     def measure_all(self, listed: Sequence[Case]) -> list[list[Result]]:
-        """Measures all cases once, then all of them again, as often as asked: what a ratio compares
-        ran within minutes of each other. Of each case what its runs came to; one that failed is not
-        tried again."""
+        """Measure all cases once, and repeat this `on.runs` times.
+
+        Runs that are compared with each other are thus only minutes apart. Returns the runs of each
+        case. A case that failed is not repeated.
+        """
         for case in listed:
-            self.file_of(case.tier)  # a disk without room ends this before an hour of measuring
+            self.file_of(case.tier)  # a full disk fails now, not after an hour
         results: list[list[Result]] = [[] for _ in listed]
         for number in range(self.on.runs):
             self.bandwidths.append(self.bandwidth(number))
@@ -141,19 +150,22 @@ class Benchmark(ABC):
         return results
 
     def skip(self, reason: str) -> None:
-        """Says once what could not be done; "" is nothing."""
+        """Report once why a part could not be measured. "" is ignored."""
         if reason and reason not in self.skipped:
             self.skipped.append(reason)
             self.note(reason)
 
     def forget(self) -> None:
-        """Takes the model out of the page cache; a quick pass leaves the machine alone."""
+        """Evict the model's files from the page cache, except in a quick run."""
         if not self.on.quick:
             self.skip(forget_files([self.high, self.low]))
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """What the disk delivers at this moment: it is asked before a run, and before and after
-        each row that reads, since the speed of a shared disk changes."""
+        """Measure the disk bandwidth now.
+
+        It is measured before each run, and before and after each case that reads experts, because
+        the speed of a shared disk changes.
+        """
         self.forget()
         return disk.read_bandwidth(
             self.model,
@@ -164,53 +176,57 @@ class Benchmark(ABC):
 
     @property
     def fewer_experts(self) -> tuple[str, int]:
-        """(metadata key, number): as many experts a token as are left of them at `retention`."""
+        """Return (metadata key, number of experts per token) for `retention` of the usual
+        number.
+        """
         used = self.model.n_expert_used
         architecture = self.model.metadata["general.architecture"]
         fewer = min(used - 1, round(used * self.on.retention))
         return f"{architecture}.expert_used_count", max(1, fewer)
 
     def file_of(self, tier: str | None) -> Path:
-        """The model with all experts of this type, None for the high precision; it is written
-        where it is not there yet."""
+        """Return the model with all experts of type `tier`, and generate it if it is missing.
+
+        None is the high precision.
+        """
         return self.high if tier is None else build_models(self.on, (tier,), self.note)[0]
 
     def limit_bytes(self, case: Case) -> int | None:
-        """The cap on the whole process; None without one."""
+        """Return the cap on the whole process in bytes; None without one."""
         if case.cap is None or not self.on.caps_process:
             return None
         return int(case.cap * self.file_bytes)
 
     def shape(self) -> ModelShape:
-        """The model in the memory that slots are in."""
+        """Return the shape of the model's expert slots."""
         return model_shape(self.model, (0,))
 
     @property
     def cap_words(self) -> str:
-        """What a cap is, for a title."""
+        """Format string for the title of a capped table."""
         if self.on.caps_process:
-            return "whole process within {:.0%} of the file"
-        return "expert slots of {:.0%} of the experts"
+            return "process memory limited to {:.0%} of the file"
+        return "expert slots for {:.0%} of the experts"
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
-        """What holds our engine to the cap of a case."""
+        """Return the settings that apply the cap of a case to our engine."""
         limit = self.limit_bytes(case)
         if limit is not None:
             return {"ram": limit}
         return {} if case.cap is None else {"expert_ram": int(case.cap * self.model.tier_bytes[0])}
 
     def measure(self, case: Case, number: int) -> Result:
-        """One process of one case: what it measured, or {"error": reason}."""
+        """Run one case in one process. Returns its measurements or {"error": reason}."""
         job = self.job(case, number)
         limit = self.limit_bytes(case)
         self.forget()
         if case.cap is not None and not self.on.caps_process:
-            self.skip("small model: the expert slots are capped, not the process; nor upstream")
+            self.skip("small model: the cap applies to our expert slots only, not to upstream")
         if limit is None:
             return self._spawn(job)
         with memory_group(limit) as group:
             if isinstance(group, str):
-                self.skip(f"memory is not capped: {group}; mmap figures are of no use then")
+                self.skip(f"process memory cannot be limited: {group}; ignore the mmap rows")
                 return self._spawn(job)
             return self._spawn(job, partial(group.write_text, "0"))
 
@@ -220,7 +236,7 @@ class Benchmark(ABC):
         return run_child("orchestrator.lab.bench.child", job, seconds, enter)
 
     def job(self, case: Case, number: int) -> Job:
-        """What the process of a case is told."""
+        """Return the job for the process of a case."""
         on, settings = self.on, dict(case.settings)
         if case.role == "fewer":
             settings["experts_used"] = self.fewer_experts
@@ -245,7 +261,9 @@ class Benchmark(ABC):
 
 
 def token_slot_bytes(shape: ModelShape) -> int:
-    """Expert slots for the experts of one token in one layer, each matrix kind once, shared by
-    all layers: the fewest with which an op never waits for a slot."""
+    """Return the slot bytes for one token's experts in one layer, shared by all layers.
+
+    Each matrix kind is counted once. With fewer slots, an operation would have to wait for one.
+    """
     sizes = {each for layer in shape.slots for each in layer[0].items()}
     return shape.n_expert_used * sum(size for _, size in sizes)

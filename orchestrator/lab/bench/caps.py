@@ -1,4 +1,4 @@
-"""`moe-edge bench`: upstream and every policy under memory caps, and against the bound."""
+"""`moe-edge bench`: upstream and all policies under memory caps, compared with a bound."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.memory.plan import scratch_bytes
 from orchestrator.settings import setting
 
-# Beside the experts, what reading one tensor at a time into another layout takes.
+# Types that llama.cpp repacks at load. Repacking needs memory for one more tensor.
 _REPACKED = ("q4_k", "q2_k")
 
 
 @dataclass(frozen=True)
 class CapOptions(BenchOptions):
-    """together: so many sequences go on from the prompt and decode at once. Raises ConfigError."""
+    """Options of `moe-edge bench`.
+
+    `together` is the number of sequences that continue from the same prompt and decode in one
+    batch. Raises ConfigError.
+    """
 
     together: int = setting(
-        1, "Sequences that decode together, a token each a step.", within=(1, MOST_SEQUENCES)
+        1, "Sequences decoded in one batch, one token each per step.", within=(1, MOST_SEQUENCES)
     )
 
     def parts(self) -> list[Part]:
@@ -51,9 +55,12 @@ class CapOptions(BenchOptions):
 
 
 class Computing(NamedTuple):
-    """Milliseconds a token of upstream at its best flags, one for each run: with everything in the
-    high precision; all experts in the low one; and as many experts as `fewer_share` of them. Empty
-    where that was not measured."""
+    """Compute time per token of upstream at its best flags, in milliseconds, one value per run.
+
+    - high: all experts in the high precision.
+    - low: all experts in the low precision; empty if not measured.
+    - fewer: only `fewer_share` of the experts per token; empty if not measured.
+    """
 
     high: Sequence[float]
     low: Sequence[float]
@@ -61,8 +68,11 @@ class Computing(NamedTuple):
     fewer_share: float
 
     def of_mix(self, run: int, mix: Mapping[str, float]) -> float:
-        """What a token of this mix computes, from what its parts save: a low expert what all of
-        them save together, a skipped one in proportion to the share that `fewer` leaves out."""
+        """Return the compute time per token of a precision mix, in milliseconds.
+
+        A low expert saves its part of the difference between `high` and `low`. A skipped expert
+        saves in proportion to the time that `fewer` saves.
+        """
         high = self.high[run]
         found = high
         if self.low:
@@ -74,7 +84,9 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """From the rows with everything in memory, the better flags of each run."""
+    """Return the compute times from the rows with everything in memory, at the better flags per
+    run.
+    """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
         for role in ("upstream", "low", "fewer")
@@ -83,8 +95,11 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Adds the bound of a row that reads: bytes that a step missed, over the bandwidth. That is the
-    best that the disk showed: in the probes right before and after, or under the row itself."""
+    """Add the bound of a row that reads from disk: the missed bytes of a step / bandwidth.
+
+    The bandwidth is the highest value observed: in the probes right before and after the row, or by
+    the row itself.
+    """
     waits, reads, probes = [], [], []
     for run in runs:
         parts = named(run, DECODE)
@@ -98,14 +113,16 @@ def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> N
 
 
 def step_bytes(part: Result) -> list[float]:
-    """What each step of a part needed to read: what it waited for, and of what was read ahead the
-    share that was used."""
+    """Return the bytes that each step of a part needed to read.
+
+    These are the demand reads, plus the used fraction of the prefetched bytes.
+    """
     used = part["store"]["used_ahead"]
     return [demand + used * ahead for demand, ahead in part["step_reads"]]
 
 
 class Caps(Benchmark):
-    """Upstream and every policy side by side."""
+    """Compares upstream and all policies."""
 
     options = CapOptions
     columns = (
@@ -122,9 +139,11 @@ class Caps(Benchmark):
     )
 
     def cases(self) -> list[Case]:
-        """Everything in memory; then, under each cap, upstream, every policy of ours, and the
-        largest uniform type that fits whole. Sequences that decode together are of our managed path
-        alone."""
+        """Return the cases with everything in memory, then those under each cap.
+
+        Under each cap, these are upstream, all our policies and the largest uniform type that fits
+        whole. Batched decoding is measured on our managed path only.
+        """
         options = self.on
         if options.together > 1:
             listed = [REFERENCE]
@@ -141,13 +160,15 @@ class Caps(Benchmark):
             ]
             tier = self.largest_whole(cap)
             if tier is None:
-                self.skip(f"no uniform type of the experts fits {cap:.0%} as a whole")
+                self.skip(f"no uniform expert type fits {cap:.0%}")
             else:
                 listed.append(uniform(cap, tier))
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """The largest uniform type of the experts with which the model fits whole under a cap."""
+        """Return the largest uniform expert type with which the model fits whole under a cap, or
+        None.
+        """
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
         fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)
@@ -174,29 +195,29 @@ class Caps(Benchmark):
 
     def intro(self) -> list[str]:
         options = self.on
-        behind = (
-            f"behind the same {options.prompt_tokens} {options.words} tokens for all; "
-            f"{options.runs} runs in turn, speeds from the median step; dymoe at r = "
+        after = (
+            f"after the same {options.prompt_tokens} {options.words} tokens for all rows; "
+            f"{options.runs} alternating runs, speeds from the median step; dymoe at r = "
             f"{options.retention}"
         )
         if options.together > 1:
-            return [f"{options.together} sequences, {options.tokens} decode steps {behind}"]
+            return [f"{options.together} sequences, {options.tokens} decode steps {after}"]
         return [
-            f"{options.tokens} decode steps {behind}",
-            "bound: the median over the steps of the slower of computing and missed bytes / "
-            "bandwidth. Computing is upstream's at its best flags with everything resident, less "
-            "what low and skipped experts save there; the bandwidth is the best that the probes "
-            f"before and after or the row itself showed. fewer experts: {self.fewer_experts[1]} "
-            f"of {self.model.n_expert_used} a token",
-            "all TYPE: every expert in the largest type with which the model fits whole. It is "
-            "the rival by speed; what types and mixes lose is no matter of random weights, and "
-            "stands in docs/quality.md",
+            f"{options.tokens} decode steps {after}",
+            "bound: median over the steps of max(compute time, missed bytes / bandwidth). The "
+            "compute time is that of upstream at its best flags with everything in memory, minus "
+            "the time that low and skipped experts save. The bandwidth is the highest of the "
+            "probes before and after the row and of the row itself. fewer experts: "
+            f"{self.fewer_experts[1]} of {self.model.n_expert_used} per token",
+            "all TYPE: all experts in the largest type with which the model fits whole, the "
+            "fastest alternative. Quality cannot be measured with random weights: see "
+            "docs/quality.md",
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Rows that decode together have no bound but everything resident."""
+        """Add the speed of batched rows relative to everything in memory; they have no bound."""
         return super().notes(rows) + [
-            f"{row['name']}: {row['of_resident']:.2f} of the speed of everything resident"
+            f"{row['name']}: {row['of_resident']:.2f} of the speed with everything in memory"
             for row in rows
             if {"budget_bytes", "of_resident"} <= row.keys() and row["cap"]
             if "bound_tpot_ms" not in row

@@ -1,4 +1,4 @@
-"""The cases that benchmarks compare: one system under one cap each."""
+"""Benchmark cases: each is one system under one cap."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from orchestrator.lab.bench.models import LOW
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system under one cap. settings: of PlainModel, or of Config for our engine.
+    """One system under one cap.
 
-    role says what a report does with it: "upstream" (the better ones of its cap are what speeds
-    and bounds refer to), "reference" (everything in memory on the managed path), "low" and "fewer"
-    (upstream with everything in memory, all experts in the low precision, or fewer experts a token:
-    what a mix computes), "mmap" (what speed-ups refer to), "probe" (loaded to see what it takes),
-    or "".
-    one_token: expert slots for one token of one layer, so that nothing that was read is there
-    when it is needed again. tier: all experts are of this type, in the place of the high one.
+    `system` is "upstream" (settings of PlainModel) or "engine" (settings of Config). With
+    one_token, there are expert slots for one token of one layer only, so nothing is ever found in
+    memory. `tier` replaces the high precision for all experts.
+
+    The role says how a report uses the case:
+
+    - "upstream": baseline of speeds and bounds; the best one of each cap counts.
+    - "reference": our managed path with everything in memory.
+    - "low", "fewer": upstream with everything in memory, and low-precision or fewer experts. They
+    give the compute time of a precision mix.
+    - "mmap": the baseline of speed-ups over upstream's mmap.
+    - "probe": loaded only to measure its memory.
+    - "": none of these.
     """
 
     name: str
@@ -37,12 +43,14 @@ class Case:
 
 
 def chosen(cases: list[Case], words: Sequence[str]) -> list[Case]:
-    """The cases whose names have one of these words, all without words. Raises ConfigError where
-    none is left."""
+    """Return the cases whose names contain one of the words; all if there are no words.
+
+    Raises ConfigError if no case matches.
+    """
     found = [case for case in cases if not words or any(word in case.name for word in words)]
     if words and not found:
         names = ", ".join(dict.fromkeys(case.name for case in cases))
-        raise ConfigError(f"--rows {','.join(words)}: no row is left of {names}")
+        raise ConfigError(f"--rows {','.join(words)} matches no row. The rows are: {names}")
     return found
 
 
@@ -51,7 +59,7 @@ REFERENCE = Case(MANAGED, "engine", None, "reference", {"policy": "lru", "force_
 
 
 def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
-    """Upstream with everything in memory, at either flags."""
+    """Return upstream with everything in memory, with and without repacked weights."""
     flags = {"mmap": False, "extra_bufts": True}
     repacked = Case(f"{name}, repack", "upstream", None, role, flags, tier=tier)
     other = replace(repacked, name=f"{name}, no repack", settings={"mmap": False})
@@ -59,7 +67,8 @@ def resident(name: str, role: str, tier: str | None = None) -> list[Case]:
 
 
 UPSTREAM = resident("upstream", "upstream")
-# Everything in memory. Low and fewer experts compute less than the high precision with all of them.
+# Everything in memory. The low-precision and fewer-experts cases measure how much computing a mix
+# saves.
 RESIDENT = (
     *UPSTREAM,
     *resident(f"all {LOW}", "low", LOW),
@@ -70,24 +79,28 @@ RESIDENT = (
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """All experts in a smaller type that fits whole: nothing is missed, and all lose alike."""
+    """Return upstream with all experts in a smaller type that fits whole, so that nothing
+    misses.
+    """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)
 
 
 def mapped(cap: float) -> Case:
-    """Upstream as most use it: the file mapped, and paged in under the cap."""
+    """Return upstream with its default, a memory-mapped file, paged in under the cap."""
     return Case("upstream mmap", "upstream", cap, "mmap", {"mmap": True})
 
 
 def global_lru(cap: float) -> Case:
-    """Our null baseline."""
+    """Return the baseline policy: one LRU over all layers."""
     return Case("lru", "engine", cap, "", {"policy": "lru", "force_managed": True})
 
 
 def policies(cap: float, retention: float) -> list[Case]:
-    """Every policy of ours under one cap. The first dymoe is one precision with quotas by layer and
-    look-ahead."""
+    """Return all our policies under one cap.
+
+    The first dymoe case has one precision, quotas per layer, and look-ahead.
+    """
     dymoe = {"policy": "dymoe", "retention": retention}
     return [
         global_lru(cap),
@@ -107,11 +120,11 @@ PAPER = (ON_DEMAND, CACHE, CACHE_AHEAD, MIXED, MIXED_AHEAD, SKIP_AHEAD)
 
 
 def paper_rows(cap: float, retention: float) -> list[Case]:
-    """The six rows of that table under one cap.
+    """Return the six rows of DyMoE's Table 3 under one cap.
 
-    Row 1 has slots for one token of one layer: what was read is gone when it is needed again.
-    Rows 2 and 3 use one precision; rows 4 to 6 give retention as the share of critical experts.
-    Look-ahead is on: "auto" would mix in the steps of its trials without.
+    Row 1 has slots for one token of one layer, so no expert is found again. Rows 2 and 3 use one
+    precision. Rows 4 to 6 use `retention` as the fraction of critical experts. Look-ahead is "on",
+    not "auto", because "auto" also tries steps without it.
     """
 
     def dymoe(name: str, r: float, prefetch: str, **more: str) -> Case:

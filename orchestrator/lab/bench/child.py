@@ -1,7 +1,8 @@
-"""One measurement in a process of its own, so that its memory is its own too.
+"""One measurement in its own process, so that its memory can be limited and measured.
 
-`python -m orchestrator.lab.bench.child` is told a Job, and answers what it measured. The parent
-has put the process into its memory group before Python started: the interpreter counts as well.
+`python -m orchestrator.lab.bench.child` receives a Job and returns its measurements. The parent
+moves the process into its memory group before Python starts, so the interpreter's memory counts
+too.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from orchestrator.lab.children import Result, answer
 from orchestrator.native.abi import WAITS
 
 PROMPT, DECODE = "prompt", "decode"
-COLD = "cold"  # the first prompt, which finds nothing in memory
+COLD = "cold"  # the first prompt, with no experts in memory
 MIN_STEPS = 8
-BACKEND = "MOE_EDGE_TEST_BACKEND"  # names the library of the emulated GPU
-# What the emulated GPU counts, in the order of moe_emu_counts().
+BACKEND = "MOE_EDGE_TEST_BACKEND"  # environment variable: path of the emulated GPU's library
+# The counters of the emulated GPU, in the order of moe_emu_counts().
 COUNTS = ("launches", "graphs", "waits", "copies in", "bytes in", "copies out", "bytes out")
 
 
 class Part(NamedTuple):
-    """A stretch of a measurement: one prompt of n tokens, or n decode steps.
+    """One part of a measurement: a prompt of n tokens, or n decode steps.
 
-    name: what the report finds it by. Decode steps end early after so many seconds, when at
-    least at_least of them are done. sequences: so many go on from the prompt before and decode
-    together, a token each a step; 0: the prompt's own one does.
+    `name` identifies the part in the results. Decode steps end early after `seconds`, but not
+    before `at_least` steps. `sequences` continue from the last prompt and decode in one batch; 0
+    continues the prompt's own sequence.
     """
 
     name: str
@@ -47,23 +48,26 @@ class Part(NamedTuple):
 
 
 def prompt(n: int, name: str = PROMPT) -> Part:
-    """A prompt that starts a conversation of its own: nothing before it is in the KV cache."""
+    """Return a prompt that starts a new conversation, with an empty KV cache."""
     return Part(name, PROMPT, n)
 
 
 def settle(n: int, seconds: float) -> Part:
-    """Decode steps that no report uses."""
+    """Return warm-up decode steps, which reports ignore."""
     return Part("settle", DECODE, n, seconds)
 
 
 def decode(n: int, seconds: float) -> Part:
-    """Measured decode steps."""
+    """Return measured decode steps."""
     return Part(DECODE, DECODE, n, seconds, MIN_STEPS)
 
 
 def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
-    """Context that holds the longest conversation of these parts, in the units of the KV cache;
-    with all sequences that share it, or the longest of one of them."""
+    """Return the context length that the longest conversation of the parts needs.
+
+    It is rounded up to a multiple of 256. With `shared`, all sequences of a batch share the
+    context; otherwise the result is for one of them.
+    """
     longest = length = 0
     for part in parts:
         together = max(1, part.sequences) if shared else 1
@@ -74,13 +78,16 @@ def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """What a process is told to measure. settings: of PlainModel ("upstream") or Config ("engine").
+    """The measurement that a process performs.
 
-    text: a file of conversations to take the tokens from; without it they are random.
-    warm: read every expert before the first token. warm_host: read every expert in every precision
-    into the host memory behind a GPU before the first token.
-    counts: also count what the decode steps ask of the emulated GPU.
-    device: whose memory to report; the system "device" measures that alone.
+    - system: "upstream" (settings of PlainModel), "engine" (settings of Config), or "device", which
+    measures only the device.
+    - text: file of conversations that supplies the tokens; None uses random tokens.
+    - warm: read every expert before the first token.
+    - warm_host: read every expert in every precision into host memory before the first token, for a
+    GPU.
+    - counts: also count the operations of the emulated GPU.
+    - device: the device whose memory is reported.
     """
 
     system: str
@@ -102,21 +109,25 @@ class Job:
         self.parts = [Part(*each) for each in self.parts]  # JSON has lists
 
 
-SEPARATOR = "\n%\n"  # between the conversations of a text
+SEPARATOR = "\n%\n"  # separates the conversations of a text
 
 Draw = Callable[[int], list[int]]
 
 
 def token_stream(seed: int, n_vocab: int) -> Draw:
-    """Random ordinary tokens, the same for every system: a random model that generates
-    greedily soon repeats itself, and repeats its routing with it."""
+    """Return a source of random ordinary tokens, the same for every system.
+
+    A random-weight model that decodes greedily soon repeats itself, and its routing too.
+    """
     rng = random.Random(seed)
     return lambda n: [rng.randrange(3, n_vocab - 3) for _ in range(n)]
 
 
 def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Tokens of conversations, in an order of this seed, again and again: what a trained model
-    knows how to route."""
+    """Return an endless source of tokens from conversations, shuffled with this seed.
+
+    A trained model routes such text as it does in use.
+    """
     mixed = [f"{piece}\n" for piece in pieces]
     random.Random(seed).shuffle(mixed)
     tokens = itertools.chain.from_iterable(tokenize(piece) for piece in itertools.cycle(mixed))
@@ -124,7 +135,7 @@ def text_stream(seed: int, pieces: Sequence[str], tokenize: Callable[[str], Sequ
 
 
 def source(job: Job, n_vocab: int, tokenize: Callable[[str], Sequence[int]]) -> Draw:
-    """Where the tokens of a job come from."""
+    """Return the token source of a job."""
     if job.text is None:
         return token_stream(job.seed, n_vocab)
     pieces = Path(job.text).read_text("utf-8").removesuffix("\n").split(SEPARATOR)
@@ -138,24 +149,25 @@ def play(
     store: Any = None,
     counter: Callable[[], dict[str, int]] | None = None,
 ) -> list[Any]:
-    """Time every part, in order: {"name", "tokens", "ms"}, one time for each prompt or step.
+    """Run and time all parts in order.
 
-    With a store, each part has what the store counted meanwhile. model: an Evaluator, or a
-    PlainModel. counter: returns running totals; each part has its share of them as "counts".
+    Returns {"name", "tokens", "ms"} per part, with one time in milliseconds per prompt or decode
+    step. With a store, a part also has the store's counters for that time. `model` is an Evaluator
+    or a PlainModel. `counter` returns running totals; "counts" holds their increase.
 
-    Tokens are drawn for whole parts, so that one that ends early does not change those after it.
+    Tokens are drawn for whole parts, so a part that ends early does not change the next ones.
     """
     results = []
     shared = any(part.sequences for part in parts)
     pos = 0
     for part in parts:
         tokens = draw(part.n * max(1, part.sequences))
-        # Each sequence gets a piece of the tokens of its own.
+        # Each sequence gets its own slice of the tokens.
         steps = [tokens[i :: part.n] for i in range(part.n)]
         if part.kind == PROMPT:
             steps, pos = [tokens], 0
             if shared:
-                model.reset()  # earlier sequences hold cells
+                model.reset()  # free the KV cells of earlier sequences
         for sequence in range(part.sequences):
             model.fork(sequence)
         times: list[float] = []
@@ -186,14 +198,14 @@ def play(
         if store is not None:
             result["store"] = store_counters(store.stats())
             result["callback_us"] = store.callback_us(since=calls)
-            # For each prompt or step, what was read because a token waited, and what ahead.
+            # Per prompt or step: bytes read on demand, and bytes prefetched.
             result["step_reads"] = np.diff(reads, axis=0).tolist()
         results.append(result)
     return results
 
 
 def free_bytes(device: str | None) -> int:
-    """What is free of a device's memory, 0 without one. Raises ConfigError."""
+    """Return the free memory of a device in bytes, 0 without a device. Raises ConfigError."""
     if device is None:
         return 0
     from orchestrator.native import find_device
@@ -203,7 +215,7 @@ def free_bytes(device: str | None) -> int:
 
 
 def run_device(job: Job) -> Result:
-    """The device itself: its name, its memory, and how fast it is copied to."""
+    """Measure the device: its name, its memory and its copy bandwidth."""
     from orchestrator.errors import ConfigError
     from orchestrator.memory.machine import find_gpu
     from orchestrator.native import measure_device
@@ -212,7 +224,7 @@ def run_device(job: Job) -> Result:
     bindings = Bindings.load()
     gpu = find_gpu(bindings, job.device or "")
     if gpu is None:
-        raise ConfigError(f"--device {job.device}: the benchmark is for a GPU")
+        raise ConfigError(f"--device {job.device} is not a GPU: this benchmark needs one")
     return {
         "name": gpu.info.description,
         "index": gpu.index,
@@ -222,7 +234,7 @@ def run_device(job: Job) -> Result:
 
 
 def run_upstream(job: Job) -> Result:
-    """llama.cpp itself."""
+    """Measure llama.cpp."""
     from orchestrator.lab.bench.plain import PlainModel
     from orchestrator.native import context_memory
     from orchestrator.native.llama import Bindings
@@ -275,12 +287,12 @@ def run_engine(job: Job) -> Result:
 
 
 def store_counters(stats: Any) -> Result:
-    """The store's counters, both phases together: a part of a measurement is one of them."""
+    """Return the store's counters, summed over both phases. A part has only one phase."""
     routed = [prefill + decode for prefill, decode in zip(*stats.routed, strict=True)]
     demand, prefetched = sum(stats.demand_bytes), sum(stats.prefetch_bytes)
     judged = stats.prefetch_used + stats.prefetch_wasted
     useful = stats.prefetch_used / judged if judged else 0.0
-    # to a device: copies that a token waited for or used, of all that were not transitions
+    # For a device: copies that a token used, out of all copies that were not transitions.
     copied, asked = sum(stats.copy_bytes), sum(stats.requests) - sum(stats.hits)
     used = max(0, asked - sum(stats.host_computed)) + stats.prefetch_used
     loads = used + stats.prefetch_wasted
@@ -305,8 +317,11 @@ def store_counters(stats: Any) -> Result:
 
 
 def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
-    """Return a function that returns the totals of what the process has asked of the emulated GPU
-    so far, None for a job that counts nothing. The emulated GPU completes all of it first."""
+    """Return a function that returns the totals of the emulated GPU's counters.
+
+    Returns None if the job does not count. The function first waits until the emulated GPU has
+    completed all work.
+    """
     if not job.counts:
         return None
     read = ctypes.CDLL(os.environ[BACKEND]).moe_emu_counts
@@ -320,7 +335,7 @@ def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
 
 
 def measure(told: dict[str, Any]) -> Result:
-    """What a job as JSON came to."""
+    """Run a job given as JSON and return its result."""
     job = Job(**told)
     if job.counts:
         from orchestrator.native.llama import Bindings

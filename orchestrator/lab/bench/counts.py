@@ -1,8 +1,8 @@
-"""`moe-edge bench gpu --emulated --counts`: what a decode step asks of the GPU.
+"""`moe-edge bench gpu --emulated --counts`: GPU operations per decode step.
 
-The emulated GPU has no speed, but it counts: kernel launches, waits of the host, and copies. The
-store counts its transitions, its table writes and how often the decoding thread takes its lock. In
-this mode reads and copies are done in turn, so every run counts the same
+The emulated GPU has no meaningful speed, but it counts kernel launches, host waits and copies. The
+store counts its transitions, its table writes and the times that the decoding thread takes its
+lock. Reads and copies run sequentially in this mode, so every run gives the same counts
 (`tests/native/cuda/counts.json`).
 """
 
@@ -39,9 +39,9 @@ from orchestrator.lab.children import run_child
 from orchestrator.lab.table import Column, Report, Table, fixed
 
 ROOT = Path(__file__).resolve().parents[3]
-TESTS = ROOT / "tests/native/cuda"  # of a checkout
-# As many experts as Qwen3-30B, and matrices as small as their types allow: kernels are computed on
-# the CPU, and their sizes do not change what is launched.
+TESTS = ROOT / "tests/native/cuda"  # exists only in a checkout
+# The number of experts of Qwen3-30B, with the smallest matrices that the types allow. Kernels run
+# on the CPU, and the size of a matrix does not change the number of launches.
 SHAPE = replace(synthetic.preset("tiny-qwen3moe"), n_layer=3, n_expert=128, n_expert_used=8)
 SHARE = 0.25  # of the experts on the GPU
 PROMPT_TOKENS, SETTLE_STEPS, STEPS = 4, 2, 2
@@ -57,9 +57,12 @@ FIGURES = (*COUNTS, *STORE)
 
 
 def cases(model: ExpertModel, retention: float) -> list[Case]:
-    """Everything on the GPU: upstream, static tables, and a policy that is asked in each layer,
-    without look-ahead and with it. Then, with a share of the experts, the rows of DyMoE's Table 3
-    and DynaExq."""
+    """Return the counted cases.
+
+    With everything on the GPU: upstream, static tables, and a policy hook that is active in each
+    layer, without and with look-ahead. With a share of the experts on the GPU: the rows of DyMoE's
+    Table 3, and DynaExq.
+    """
     everything = [
         Case(UPSTREAM, "upstream", settings={"gpu": 0}),
         replace(REFERENCE, name=f"{MANAGED}, static tables"),
@@ -82,7 +85,7 @@ def cases(model: ExpertModel, retention: float) -> list[Case]:
 
 
 def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
-    """What the process of a case is told."""
+    """Return the job for the process of a case."""
     parts: list[Part] = [
         prompt(PROMPT_TOKENS),
         settle(SETTLE_STEPS, SECONDS),
@@ -110,13 +113,13 @@ def job(case: Case, high: Path, low: Path, model: ExpertModel) -> Job:
 
 
 def token_bytes(model: ExpertModel) -> int:
-    """Bytes of the expert slots that one token needs in one layer."""
+    """Return the bytes of the expert slots that one token needs in one layer."""
     share = model.n_expert_used / model.n_expert / model.n_layers
     return 2 * int(share * model.tier_bytes[0])
 
 
 def figures(case: Case, run: Result, n_layers: int) -> Result:
-    """The counts of one case for each layer and decoded token."""
+    """Return the counts of one case per layer and decoded token."""
     row: Result = {"name": case.name}
     if "error" in run:
         return row | {"error": run["error"]}
@@ -130,7 +133,7 @@ def figures(case: Case, run: Result, n_layers: int) -> Result:
 
 @contextmanager
 def emulated_gpu(library: Path) -> Iterator[None]:
-    """Let the processes that are started meanwhile find the emulated GPU, which counts."""
+    """Make the emulated GPU and its counters available to child processes inside the block."""
     path = os.pathsep.join(filter(None, (str(TESTS / "site"), os.environ.get("PYTHONPATH", ""))))
     added = {BACKEND: str(library), "PYTHONPATH": path, "MOE_EMU_COUNT": "1"}
     before = {name: os.environ.get(name) for name in added}
@@ -143,9 +146,11 @@ def emulated_gpu(library: Path) -> Iterator[None]:
 
 
 def build_emulation() -> Path:
-    """Compile what is missing of the emulated GPU, and return its library. Raises MoeEdgeError."""
+    """Compile the emulated GPU if necessary, and return its library. Raises MoeEdgeError."""
     if not TESTS.is_dir():
-        raise ConfigError("--emulated is for a checkout: the emulated GPU is part of its tests")
+        raise ConfigError(
+            "--emulated needs a source checkout, whose tests contain the emulated GPU"
+        )
     command = [sys.executable, "-m", "tests.native.cuda.emulation"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -157,8 +162,10 @@ def build_emulation() -> Path:
 def count_rows(
     library: Path, retention: float, note: Note, only: Sequence[str] = ()
 ) -> list[Result]:
-    """Count every case, each in a process of its own. only: cases whose names have one of these
-    words, all without words."""
+    """Count each case in its own process.
+
+    `only` selects the cases whose names contain one of these words; empty selects all.
+    """
     rows: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="moe-edge-counts-") as folder, emulated_gpu(library):
         high, low = (
@@ -177,15 +184,15 @@ def count_rows(
 
 
 def count(retention: float, note: Note) -> Report:
-    """Count all cases on the emulated GPU. Raises MoeEdgeError."""
+    """Count all cases on the emulated GPU and return the report. Raises MoeEdgeError."""
     rows = count_rows(build_emulation(), retention, note)
     columns = (NAME, *(Column(name, name, fixed(2)) for name in FIGURES))
-    title = f"for each layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
+    title = f"per layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
     heading = [
         f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "
         f"on the emulated GPU; {STEPS} decode steps after {PROMPT_TOKENS + SETTLE_STEPS}",
         f"rows 1 to 6: Table 3 of DyMoE, {SHARE:.0%} of the experts on the GPU, dymoe at r = "
         f"{retention}; before the first step, host memory holds the experts in both precisions",
-        "the counts of embedding and output are divided among the layers; misses are copied",
+        "counts of the embedding and output are spread over the layers; misses are copied",
     ]
     return Report(heading, [Table(title, columns, rows)], [])

@@ -1,4 +1,4 @@
-"""`moe-edge bench gpu`: upstream and every policy on a GPU, at equal shares of its memory."""
+"""`moe-edge bench gpu`: upstream and all policies on a GPU, at equal shares of its memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ from orchestrator.settings import again, setting
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
 LRU_WAYS = tuple(how for how in MISSES if how != "auto")
-PROBE_TOKENS = 4  # behind a prompt, to see what kernels for single tokens take
+PROBE_TOKENS = 4  # after a prompt, to include the memory of kernels for single tokens
 
 
 @dataclass(frozen=True)
 class GpuOptions(AblationOptions):
-    """caps: shares of the expert bytes in the best precision that the GPU's memory holds beside
-    everything else of the model. device: its name. Raises ConfigError."""
+    """Options of the GPU benchmark.
+
+    `caps` are fractions of the expert bytes in the best precision that fit in the GPU's memory, in
+    addition to the rest of the model. `device` is the GPU's name. Raises ConfigError.
+    """
 
     caps: tuple[float, ...] = again(
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
@@ -71,37 +74,45 @@ class GpuOptions(AblationOptions):
     )
     counts: bool = setting(
         False,
-        "Count launches, waits and copies of a decode step instead of measuring. Needs --emulated.",
+        "Count launches, waits and copies per decode step. Needs --emulated.",
     )
-    emulated: bool = setting(False, "Use a checkout's emulated GPU. Only with --counts.")
+    emulated: bool = setting(
+        False, "Use the emulated GPU of a source checkout. Only with --counts."
+    )
     keep: Path | None = setting(
         None,
-        "Keeps the figures of each case in this folder, so that a call that was cut off goes on.",
+        "Save the figures of each case in this folder. A later call reuses them.",
         metavar="DIR",
     )
 
     @property
     def caps_process(self) -> bool:
-        """The GPU's memory is capped, however small the model is."""
+        """True: the cap applies to the GPU's memory, whatever the size of the model."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the model takes of the GPU beside its experts, in bytes. ours: with our engine; theirs:
-    with upstream and all experts on the CPU; layers: the experts of each layer."""
+    """GPU memory that the model needs in addition to its experts, in bytes.
+
+    - ours: with our engine.
+    - theirs: with upstream and all experts on the CPU.
+    - layers: bytes of each layer's experts.
+    """
 
     ours: int
     theirs: int
     layers: tuple[int, ...]
 
     def vram_bytes(self, share: float) -> int:
-        """The memory of the GPU that all have at this share of the experts."""
+        """Return the GPU memory that every case gets for this fraction of the experts."""
         return max(self.ours, self.theirs) + int(share * sum(self.layers))
 
     def cpu_moe(self, share: float) -> int:
-        """The smallest N of upstream's --n-cpu-moe N, which leaves the first N layers' experts on
-        the CPU, that fits into vram_bytes."""
+        """Return the smallest N of upstream's --n-cpu-moe N that fits into vram_bytes.
+
+        That option leaves the experts of the first N layers on the CPU.
+        """
         left = self.vram_bytes(share) - self.theirs
         n = len(self.layers)
         while n > 0 and self.layers[n - 1] <= left:
@@ -111,13 +122,17 @@ class Room:
 
 
 def getting(case: Case, how: str) -> Case:
-    """The same, getting its misses in this way."""
+    """Return the case with another setting for cache misses."""
     return replace(case, settings=case.settings | {"misses": how})
 
 
 class Gpu(Benchmark):
-    """A GPU's memory in shares of the experts: the cap is one on it. gpu: what `ask_device` found;
-    room: what the model takes; copies: how fast the GPU was copied to before each run."""
+    """Compares systems on a GPU. The cap limits the GPU's memory to a fraction of the experts.
+
+    - gpu: the result of `ask_device`.
+    - room: the model's memory without experts.
+    - copies: copy bandwidth to the GPU before each run.
+    """
 
     options = GpuOptions
     columns = (
@@ -134,24 +149,26 @@ class Gpu(Benchmark):
         *(Column(f"{cause} wait", f"{cause} wait", fixed(0), "us/layer") for cause in WAITS),
     )
     room: Room
-    cap_words = "room for {:.0%} of the experts on the GPU"
+    cap_words = "space for {:.0%} of the experts on the GPU"
 
     def run(self, on: Any, note: Note = lambda text: None) -> Report:
-        """Measure as every benchmark does, or count with --counts. Raises MoeEdgeError."""
+        """Measure all cases, or count operations with --counts. Raises MoeEdgeError."""
         if on.counts != on.emulated:
-            raise ConfigError("--counts and --emulated go together: give both or neither")
+            raise ConfigError("--counts and --emulated need each other: give both or neither")
         return count(on.retention, note) if on.counts else super().run(on, note)
 
     def open(self, on: GpuOptions, note: Note) -> None:
-        """Raises ConfigError without a GPU, before a model is made."""
+        """Open the model. Raises ConfigError before it is generated if there is no GPU."""
         self.gpu, self.copies = ask_device(on.device), list[Result]()
         super().open(on, note)
 
     def cases(self) -> list[Case]:
-        """Everything on the GPU; then, at each share: upstream with as many layers' experts on the
-        CPU as do not fit, and with all of them; our null baseline, which gets misses in each way
-        and in the one that it chooses; the rows of DyMoE's Table 3, which copies them; every other
-        policy."""
+        """Return the case with everything on the GPU, then those of each cap.
+
+        Under each cap, these are upstream with as few layers' experts on the CPU as possible, and
+        with all of them there; our LRU baseline with each way to handle misses, and with the
+        automatic choice; the rows of DyMoE's Table 3, which copy misses; and all other policies.
+        """
         self.measure_room(self.gpu["index"])
         number, retention = self.gpu["index"] or 0, self.on.retention
         listed = [
@@ -185,7 +202,7 @@ class Gpu(Benchmark):
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
         job.device = self.on.device
-        # Else low copies that a policy has not used yet would come from disk.
+        # Otherwise, low copies that a policy has not used yet would be read from disk.
         job.warm_host = case.system == "engine" and case.cap is not None
         if case.role == "probe":
             tokens = min(self.on.prompt_tokens, self.on.n_ctx - PROBE_TOKENS)
@@ -194,8 +211,10 @@ class Gpu(Benchmark):
         return job
 
     def measure(self, case: Case, number: int) -> Result:
-        """As every benchmark, but a case whose figures were kept is not measured again: their file
-        has a name for it and for all that it depends on."""
+        """Measure one case, or reuse its saved figures (`keep`).
+
+        The name of the saved file is a hash of the case and of everything that it depends on.
+        """
         if self.on.keep is None:
             return super().measure(case, number)
         told = json.dumps(asdict(self.job(case, number)))
@@ -208,11 +227,14 @@ class Gpu(Benchmark):
         return found
 
     def measure_room(self, gpu: int | None) -> None:
-        """Computes a prompt and some tokens with each engine and few experts on the GPU, to see
-        what it takes beside them. A kernel takes memory when it is first launched, so ours gets
-        the row with most of them: two precisions and look-ahead, with the largest share; and
-        upstream one layer's experts. gpu: its number, None for main memory in the place of one,
-        where what is taken is estimated. Raises MoeEdgeError."""
+        """Measure the GPU memory that each engine needs in addition to the experts.
+
+        Each engine computes a prompt and a few tokens. A kernel allocates memory when it is first
+        launched, so our engine runs the case that uses the most kernels: two precisions and
+        look-ahead, with the largest cap. Upstream has one layer's experts on the GPU. `gpu` is the
+        device number; None uses main memory instead, where the memory is estimated. Raises
+        MoeEdgeError.
+        """
         options, model = self.on, self.model
         rows = {case.name: case for case in paper_rows(1.0, options.retention)}
         slots = int(max(options.caps) * model.tier_bytes[0])
@@ -220,38 +242,38 @@ class Gpu(Benchmark):
         managed = Case("room", "engine", None, "probe", settings)
         on_cpu = {"gpu": gpu or 0, "cpu_moe": model.n_layers - 1}
         upstream = Case("room", "upstream", None, "probe", on_cpu)
-        self.note("what the model takes beside its experts")
+        self.note("measuring the model's memory without experts")
         memory = []
         for case in (managed, upstream):
             found = self.measure(case, 0)
             if "error" in found:
-                raise MoeEdgeError(f"{self.high}: {found['error']}; or give smaller --caps")
+                raise MoeEdgeError(f"{self.high}: {found['error']}; or use smaller --caps")
             memory.append(found["memory"])
         layers = tuple(
             sum(tiers[0].expert_bytes * model.n_expert for tiers in kinds if tiers[0])
             for kinds in model.slices
         )
         ours, theirs = memory[0]["fixed"], memory[1]["llama"]
-        if gpu is not None:  # our plan refuses what is less than its estimate
+        if gpu is not None:  # our plan refuses a cap below its estimate
             experts = memory[0]["planned"] - ours
             ours = max(ours, memory[0]["used"] - experts) + SPARE_BYTES
             theirs = max(theirs, memory[1]["used"]) + SPARE_BYTES - layers[-1]
         self.room = Room(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
-        """Beside that of a run, how fast the GPU is copied to."""
+        """Measure the disk bandwidth, and once per run the copy bandwidth to the GPU."""
         if len(self.copies) <= number:
             self.copies.append(ask_device(self.on.device)["copies"])
         return super().bandwidth(number, seconds)
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
-        """With the GPU's memory, and what was copied to it."""
+        """Return the metrics of one case, with the GPU's memory and the bytes copied to it."""
         row = case_row(case, runs, None if case.cap is None else self.room.vram_bytes(case.cap))
         if "error" in row:
             return row
         if case.role == "reference" and row["hit_rate"] < 1:
             return {key: row[key] for key in ("name", "cap", "role", "limit_bytes")} | {
-                "error": "not all experts fit the GPU"
+                "error": "the experts do not fit in the GPU's memory"
             }
         row["peak_bytes"] = max(each["memory"]["used"] for each in runs)
         if "hit_rate" in row:
@@ -263,9 +285,12 @@ class Gpu(Benchmark):
         return row
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
-        """Adds to each row its speed and first token against upstream's better one at the same
-        share, and of the rows of the paper against load on demand; and the bound of what misses:
-        computing is the managed path with everything on the GPU, 0 where that did not fit."""
+        """Add the speed-ups and the bound to the rows.
+
+        TPOT and TTFT are compared with the better upstream row under the same cap; rows of the
+        paper are also compared with load on demand. The bound depends on the misses. Its compute
+        time is that of our managed path with everything on the GPU, or 0 if that did not fit.
+        """
         for same in caps_of(rows):
             upstream = [row for row in same if row["role"] == "upstream"]
             add_ratio(same, "speedup", upstream)
@@ -290,17 +315,19 @@ class Gpu(Benchmark):
         return [
             f"{gpu['name']}, {format_size(gpu['total_bytes'])}; copies to it {pinned} pinned, "
             f"{pageable} pageable; the host computes {compute}",
-            f"{options.tokens} decode steps with the same {options.words} tokens for all, "
-            f"{options.prompt_tokens} before them, {options.runs} runs in turn; x TPOT, x TTFT: "
-            f"against upstream's best; dymoe at r = {options.retention}",
-            "bound: the slower of computing (all on the GPU) and what tokens missed / those speeds",
+            f"{options.tokens} decode steps with the same {options.words} tokens for all rows, "
+            f"after {options.prompt_tokens} others; {options.runs} alternating runs; x TPOT, "
+            f"x TTFT: relative to the best upstream row; dymoe at r = {options.retention}",
+            "bound: max(compute time with all experts on the GPU, missed bytes / bandwidth)",
             "rows 1 to 6: Table 3 of DyMoE, misses copied; x row 1: in TPOT",
         ]
 
 
 def ask_device(name: str) -> Result:
-    """A GPU, as a process of its own finds it: this one shall take nothing of its memory. Raises
-    ConfigError where there is none."""
+    """Describe a GPU, from a child process, so that this process uses none of its memory.
+
+    Raises ConfigError if there is no such GPU.
+    """
     job = Job("device", "", None, {}, n_ctx=0, n_ubatch=0, threads=1, parts=[], seed=0, device=name)
     found = Benchmark._spawn(job)
     if "error" in found:
@@ -309,10 +336,11 @@ def ask_device(name: str) -> Result:
 
 
 def wait_ms(run: Result, speeds: Result, disk_speed: float) -> float:
-    """Return the milliseconds that the misses of one token need at least.
+    """Return the minimum time for the misses of one token, in milliseconds.
 
-    Copies to the GPU, computing on the host and reads from disk run at the same time, each at its
-    peak speed. speeds: the fields of native.Bandwidths."""
+    Copies to the GPU, computing on the host and reads from disk overlap, each at its peak speed.
+    `speeds` holds the fields of native.Bandwidths.
+    """
     link = speeds["pinned"] or speeds["pageable"]
     by_host = per_token(run, "host_computed_bytes")
     over_link = per_token(run, "needed_copied_bytes") / link

@@ -1,4 +1,4 @@
-"""The models that a benchmark runs: random weights of a known shape, or the demo model."""
+"""The models that benchmarks run: random weights of a known shape, or the demo model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.bench.options import BenchOptions
 
 HIGH, LOW = "q4_k", "q2_k"
-# Uniform types that a smaller memory may hold whole, the largest first.
+# Candidates for a uniform expert type that fits whole, the largest first.
 UNIFORM = ("q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs")
-# Files below this size are written without a word of the disk.
+# Larger files are announced before they are written.
 LARGE_BYTES = 2**32
-# In a wheel it lies in the package `orchestrator`, in a checkout beside it.
+# The models folder is inside the package `orchestrator` in a wheel, next to it in a checkout.
 _PACKAGE = Path(__file__).resolve().parents[2]
 DEMO_FOLDER = (_PACKAGE if (_PACKAGE / "models").is_dir() else _PACKAGE.parent) / "models" / "demo"
 DEMO_MODEL = DEMO_FOLDER / "moe-edge-demo.gguf"
@@ -34,16 +34,15 @@ Note = Callable[[str], None]
 
 
 def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> list[Path]:
-    """The model with all experts in each of these types, written when not there yet.
+    """Return the model files, one per expert type, and generate those that are missing.
 
-    The names hold a digest of what they are made from, so that a changed generator or demo
-    model never meets old files. Raises MoeEdgeError where the demo model is not installed, and
-    where the disk has no room.
+    File names contain a hash of the generator's or the demo model's bytes, so outdated files are
+    never used. Raises MoeEdgeError if the demo model is not installed or the disk is full.
     """
     if options.trained:
         for path in (DEMO_MODEL, DEMO_TEXT):
             if not path.is_file():
-                raise MoeEdgeError(f"{path} is not here: choose another --shape")
+                raise MoeEdgeError(f"{path} is not installed: choose another --shape")
     missing = [tier for tier in tiers if not _path(options, tier).exists()]
     if missing and not options.trained:
         _check_room(options, missing, note)
@@ -53,7 +52,7 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
 
 
 def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
-    """The types that all experts can be made of in seconds, the largest first."""
+    """Return the expert types that can be generated in seconds, the largest first."""
     if options.trained:
         with ExpertModel.open(DEMO_MODEL) as demo:
             found = [tier.name for tier in demo.tiers]
@@ -63,8 +62,10 @@ def uniform_tiers(options: BenchOptions) -> tuple[str, ...]:
 
 
 def tier_expert_bytes(model: ExpertModel, tier: str) -> int | None:
-    """What all experts of a model take in this type; None where their rows are not whole blocks
-    of it."""
+    """Return the bytes of all experts of a model in this type.
+
+    Returns None if a row is not a whole number of the type's blocks.
+    """
     kind = type_by_name(tier)
     shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
     if kind is None or any(shape[0] % BLOCK[kind].weights for shape in shapes):
@@ -91,7 +92,7 @@ def _path(options: BenchOptions, tier: str) -> Path:
 
 
 def _check_room(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
-    """Says what is going to be written, and raises MoeEdgeError where the disk has no room."""
+    """Announce large files. Raises MoeEdgeError if the disk has too little free space."""
     folder = _path(options, tiers[0]).parent
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
@@ -99,16 +100,16 @@ def _check_room(options: BenchOptions, tiers: Sequence[str], note: Note) -> None
     free += sum(path.stat().st_size for paths in old for path in paths)
     needed = sum(synthetic.file_bytes(_shape(options), tier) for tier in tiers)
     if needed > LARGE_BYTES:
-        note(f"writing {format_size(needed)} to {folder}, where {format_size(free)} are free")
+        note(f"writing {format_size(needed)} to {folder}, which has {format_size(free)} free")
     if needed > free:
         raise MoeEdgeError(
-            f"the model takes {format_size(needed)}, and {folder} has {format_size(free)} free: "
-            f"make room, set XDG_CACHE_HOME to a larger disk, or ask for fewer --layers"
+            f"the model needs {format_size(needed)}, and {folder} has {format_size(free)} free: "
+            f"delete files, set XDG_CACHE_HOME to a larger disk, or use fewer --layers"
         )
 
 
 def _stale(path: Path) -> list[Path]:
-    """Files of the same model by an earlier generator."""
+    """Return files of the same model from an earlier generator."""
     stem = path.stem.rpartition("-")[0]
     return [each for each in path.parent.glob(f"{stem}-*.gguf") if each != path]
 

@@ -1,5 +1,8 @@
-"""`moe-edge bench paired`: two sides that take turns, so that a noisy machine shows a difference of
-one or two per cent. It is the one harness for ratios of speeds."""
+"""`moe-edge bench paired`: compares the speed of two sides that take turns.
+
+Taking turns shows differences of one or two percent even on a noisy machine. All speed ratios are
+measured with this command.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from orchestrator.settings import FROM_0, again, setting
 HERE = Path(__file__).resolve().parents[3]
 UPSTREAM = "upstream"
 N_CTX = 4096
-# Of each start: steps that count nowhere, then turns of so many steps, of which the first finds
-# cold caches. Of prompts a turn is one.
+# After each start, WARM_UP steps are not timed. Then there are TURNS turns of STEPS steps. The
+# first step of a turn is discarded, because CPU caches are cold. A prompt turn times one prompt.
 WARM_UP, TURNS, STEPS = 30, 10, 12
 
-# Runs in both checkouts, so that it uses only what both have.
+# Runs in both checkouts, so it uses only functions that both have.
 WORKER = """
 import json, sys, time
 import numpy as np
@@ -41,7 +44,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def opened(settings):
-    # yields evaluate(tokens, pos), the size of the vocabulary, and what asks for the callback's us
+    # yields evaluate(tokens, pos), the vocabulary size, and a function for the callback's us
     if settings.pop("upstream", False):
         from orchestrator.lab.bench.plain import PlainModel
 
@@ -92,9 +95,12 @@ with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
 
 @dataclass(frozen=True)
 class PairedOptions(BenchOptions):
-    """What is compared. ours, theirs: settings of the two sides as NAME=VALUE; the word "upstream"
-    makes a side llama.cpp without a store, whose settings are PlainModel's. other: the checkout
-    that "theirs" runs in. A side without a cap has every expert in memory. Raises ConfigError."""
+    """Options of the paired benchmark.
+
+    `ours` and `theirs` are the settings of the two sides as NAME=VALUE. The word "upstream" makes a
+    side plain llama.cpp, with settings of PlainModel. `other` is the checkout that "theirs" runs
+    in. A side without a cap has all experts in memory. Raises ConfigError.
+    """
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
     routing: str = again(BenchOptions, "routing", "zipf")
@@ -104,15 +110,17 @@ class PairedOptions(BenchOptions):
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the other side; upstream: llama.cpp itself at its best flags.",
+        "Settings of the other side. upstream: llama.cpp at its best flags.",
         notation=WORDS,
     )
     other: Path | None = setting(None, "Another checkout for the other side.", metavar="DIR")
     python: str = setting(
-        sys.executable, "Its Python, with its library.", metavar="FILE", shown="this one"
+        sys.executable, "Python of --other, with its library.", metavar="FILE", shown="this one"
     )
-    prompt: int = setting(0, "Tokens of a prompt; 0: decoding is timed.", within=FROM_0)
-    runs: int = again(BenchOptions, "runs", 12, help="Pairs: starts of both sides.")
+    prompt: int = setting(
+        0, "Time prompts of this many tokens; 0: time decode steps.", within=FROM_0
+    )
+    runs: int = again(BenchOptions, "runs", 12, help="Number of pairs. Each starts both sides.")
     caps: tuple[float, ...] = again(BenchOptions, "caps", option=False)
     tokens: int = again(BenchOptions, "tokens", option=False)
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
@@ -120,7 +128,9 @@ class PairedOptions(BenchOptions):
     rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
-        """What a side's process is told. Raises ConfigError for what is no setting."""
+        """Return the settings for the process of a side. Raises ConfigError for an unknown
+        setting.
+        """
         n_ubatch, threads = max(64, self.prompt), self.n_threads
         own = [word for word in words if word != UPSTREAM]
         if len(own) < len(words):
@@ -138,13 +148,15 @@ def _parsed(words: Sequence[str], known: Mapping[str, Callable[[str], Any]]) -> 
     for word in words:
         name, equals, value = word.partition("=")
         if name not in known or not equals:
-            raise ConfigError(f"'{word}' is no NAME=VALUE of a setting, as policy=lru")
+            raise ConfigError(
+                f"'{word}' is not a setting in the form NAME=VALUE, such as policy=lru"
+            )
         found[name] = known[name](value)
     return found
 
 
 class Side:
-    """One process, which computes when it is asked to. ms: of its steps."""
+    """A child process that computes on request. `ms` holds the times of its steps."""
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self.ms: list[float] = []
@@ -154,7 +166,10 @@ class Side:
     @classmethod
     @contextmanager
     def started(cls, tree: Path, python: str, told: Mapping[str, Any]) -> Iterator[Side]:
-        """One that has loaded, and ends with the block. Raises MoeEdgeError where it cannot."""
+        """Start a side and wait until its model is loaded. It ends with the block.
+
+        Raises MoeEdgeError if it fails.
+        """
         with (
             TemporaryFile("w+") as errors,
             child(
@@ -178,12 +193,14 @@ class Side:
             self._process.wait()
             self._errors.seek(0)
             said = self._errors.read().strip().splitlines()[-1:]
-            raise MoeEdgeError(f"a side ended: {' '.join(said)}")
+            raise MoeEdgeError(f"the process of a side failed: {' '.join(said)}")
         return line
 
     def run(self, steps: int, prompt: int) -> list[float]:
-        """Milliseconds of each step but the first, which finds cold caches. prompt: a step is a
-        prompt of so many tokens, 0 for one decoded token."""
+        """Run steps and return their times in milliseconds, without the first one (cold caches).
+
+        With prompt=0 a step decodes one token; otherwise it reads a prompt of `prompt` tokens.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps} {prompt}\n")
         self._process.stdin.flush()
@@ -192,8 +209,11 @@ class Side:
 
 
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
-    """Lets the sides compute in turns, which fills their ms. While one computes the others wait, so
-    that whatever else the machine does meets all; who begins changes from turn to turn."""
+    """Run the sides in alternation and fill their `ms`.
+
+    Only one side computes at a time, so other load on the machine affects all sides alike. The
+    order is reversed after each turn.
+    """
     steps = 2 if prompt else STEPS
     order = list(sides.values())
     for side in order:
@@ -215,13 +235,15 @@ COLUMNS = (
 
 
 class Paired:
-    """A pair is one start of both sides; its ratio is their median step over ours, above 1 where
-    ours is faster."""
+    """Compares two sides. A pair is one start of both.
+
+    The ratio of a pair is their median step time divided by ours: above 1, ours is faster.
+    """
 
     options = PairedOptions
 
     def run(self, on: PairedOptions, note: Note = lambda text: None) -> Report:
-        """Raises MoeEdgeError where a side cannot run."""
+        """Run all pairs and return the report. Raises MoeEdgeError if a side fails."""
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()
         told = {
@@ -242,7 +264,7 @@ class Paired:
             note(f"pair {number + 1} of {on.runs}: ratio {rows[-1]['ratio']:.4f}")
         median, low, high = median_interval([row["ratio"] for row in rows])
         footnote = (
-            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; above 1 ours is "
+            f"median ratio {median:.4f}, 95 % interval {low:.4f} to {high:.4f}; above 1: ours is "
             "faster"
         )
         what = f"a prompt of {on.prompt} tokens" if on.prompt else "a decoded token"

@@ -1,7 +1,6 @@
-"""The reference: a model on the plain upstream path of the installed library.
+"""Upstream llama.cpp as a baseline: a model without an expert store.
 
-It attaches no store, so that what is measured here is upstream at the flags given, though in our
-patched build.
+It uses our patched build of the library, in which llama.cpp's own path is unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from gguf_tools.closing import Closing
 from orchestrator.errors import NativeError
 from orchestrator.native.llama import Bindings, BufferTypeOverride, LlamaContext, Model
 
-# Before ours, which would have OpenMP's threads wait otherwise than upstream's do.
+# Imported before our bindings, which would change how OpenMP threads wait.
 built.bindings()
 
 
 def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
-    """The overrides of --n-cpu-moe N: the experts of layers 0 to N-1, and an end mark."""
+    """Return the overrides of --n-cpu-moe N (experts of layers 0 to N-1) with an end marker."""
     overrides = (BufferTypeOverride * (n_layers + 1))()
     find = bindings.api._lib.ggml_backend_cpu_buffer_type
     find.restype = ctypes.c_void_p
@@ -35,12 +34,14 @@ def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
 
 
 class PlainModel(Closing):
-    """One model and one context; a context manager.
+    """One model with one context, also a context manager.
 
-    mmap: weights are mapped and paged in, otherwise read into memory at load.
-    extra_bufts: weights may be repacked for the CPU. gpu: everything goes to the GPU of this number
-    but the experts of the first cpu_moe layers, as with upstream's --n-cpu-moe; None: to none.
-    experts_used: (metadata key, how many experts a token uses), in the place of the file's.
+    - mmap: map the weights and page them in; otherwise read them at load.
+    - extra_bufts: allow the weights to be repacked for the CPU.
+    - gpu: number of the GPU that holds everything except the experts of the first `cpu_moe` layers,
+    as with upstream's --n-cpu-moe; None uses the CPU only.
+    - experts_used: (metadata key, experts per token), which replaces the file's value.
+
     Raises NativeError.
     """
 
@@ -76,7 +77,7 @@ class PlainModel(Closing):
                 **more,
             )
             stack.enter_context(closing(model))
-            # Without a GPU of its own all is computed on the CPU, as ours is.
+            # Without `gpu`, everything is computed on the CPU, as in our engine.
             on_gpu = gpu is not None
             self._context = LlamaContext(
                 bindings,
@@ -96,16 +97,19 @@ class PlainModel(Closing):
         self.n_vocab, self.context = model.n_vocab, self._context.handle
 
     def close(self) -> None:
-        """Frees everything; further calls are not allowed."""
+        """Free the model and the context. No method may be called afterwards."""
         self._opened.close()
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, names of control tokens read as such. Raises NativeError."""
+        """Tokenize a text; names of control tokens become control tokens. Raises NativeError."""
         return self._context.model.tokenize(text, add_special=True, parse_special=True)
 
     def eval(self, tokens: list[int], pos: int) -> npt.NDArray[np.float32]:
-        """Decodes tokens at positions pos.. and returns the last one's logits [1, n_vocab], a copy.
-        What the KV cache holds from pos on is dropped first. Raises NativeError."""
+        """Decode tokens at positions pos, pos + 1, and so on.
+
+        Returns a copy of the last token's logits [1, n_vocab]. KV cells from pos on are removed
+        first. Raises NativeError.
+        """
         context = self._context
         context.forget_from(pos)
         for start in range(0, len(tokens), context.n_ubatch):

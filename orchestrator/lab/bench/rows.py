@@ -1,5 +1,4 @@
-"""From what the processes printed to the figures of one case, what rows are compared by, and their
-columns and footnotes."""
+"""Rows of benchmark tables: the metrics of a case, comparisons of rows, columns and footnotes."""
 
 from __future__ import annotations
 
@@ -17,44 +16,49 @@ Result = dict[str, Any]
 
 
 def named(run: Result, name: str) -> list[Result]:
-    """The parts of one run that have this name."""
+    """Return the parts of a run with this name."""
     return [part for part in run["parts"] if part["name"] == name]
 
 
 def times_ms(run: Result, name: str) -> list[float]:
-    """All times of the parts of this name."""
+    """Return all times of the parts with this name, in milliseconds."""
     return [each for part in named(run, name) for each in part["ms"]]
 
 
 def median_ms(runs: Sequence[Result], name: str) -> list[float]:
-    """For each run, the median time of the parts of this name.
+    """Return the median time of the parts with this name for each run, in milliseconds.
 
-    Speeds come from medians, of a run's times and then of the runs: other work on the machine
-    moves a mean far more.
+    Speeds are medians of a run's times and then medians of the runs, because other load on the
+    machine affects a mean far more.
     """
     return [float(np.median(times_ms(run, name))) for run in runs]
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median over the runs of a ratio within a run: a machine's speed drifts."""
+    """Return the median over the runs of the ratio within each run.
+
+    Ratios are taken within a run because the machine's speed drifts.
+    """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def good(rows: Sequence[Result]) -> list[Result]:
-    """The rows that have figures."""
+    """Return the rows without an error."""
     return [row for row in rows if "error" not in row]
 
 
 def best_runs(rows: Sequence[Result], key: str = "tpot_ms_p50_runs") -> list[float]:
-    """For each run, the least that one of the rows took; nothing without rows."""
+    """Return the smallest time of any row for each run; [] without rows."""
     return [min(each) for each in zip(*(row[key] for row in good(rows)), strict=True)]
 
 
 def add_ratio(
     rows: Sequence[Result], name: str, bases: Sequence[Result], key: str = "tpot_ms_p50_runs"
 ) -> None:
-    """Adds to all rows how many times as fast they are, by what key says, as the best of the bases;
-    nothing without bases."""
+    """Add to each row its speed relative to the fastest of `bases`, for the times in `key`.
+
+    Does nothing if `bases` is empty.
+    """
     best = best_runs(bases, key)
     for row in good(rows):
         if best:
@@ -62,17 +66,17 @@ def add_ratio(
 
 
 def caps_of(rows: Sequence[Result]) -> list[list[Result]]:
-    """The rows by their cap, in their order."""
+    """Group the rows by their cap, and keep their order."""
     caps = dict.fromkeys(row["cap"] for row in rows)
     return [[row for row in rows if row["cap"] == cap] for cap in caps]
 
 
 def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[float]]) -> None:
-    """Adds the bound of a row and how much of it was reached, run by run: what a run compares ran
-    within minutes of each other.
+    """Add a lower bound of the time per token to a row, and the fraction of the bound reached.
 
-    A step takes at least the longer of computing and waiting for what it missed; the bound is the
-    median over the steps, as the speed is. waits_ms: of the steps of each run.
+    A step takes at least the longer of its compute time and its wait for missed bytes. The bound is
+    the median over the steps, like the speed. Both are compared within a run, so they were measured
+    minutes apart. `waits_ms` holds the waits of the steps of each run.
     """
     bounds = [
         statistics.median(max(compute, wait) for wait in waits)
@@ -89,14 +93,16 @@ def add_bound(row: Result, compute_ms: Sequence[float], waits_ms: Sequence[list[
 
 
 def per_token(run: Result, key: str) -> float:
-    """What the store counted of this for a decoded token of a run."""
+    """Return a counter of the store per decoded token of a run."""
     parts = named(run, DECODE)
     return float(sum(part["store"][key] for part in parts) / sum(part["tokens"] for part in parts))
 
 
 def case_row(case: Case, runs: Sequence[Result], limit_bytes: int | None) -> Result:
-    """The figures of one case over its runs: decode speed, TTFT, store, memory. p99 is that of all
-    decode steps together."""
+    """Return the metrics of one case over its runs: decode speed, TTFT, store and memory.
+
+    p99 is computed over the decode steps of all runs together.
+    """
     row: Result = {"name": case.name, "cap": case.cap, "role": case.role}
     row["limit_bytes"] = limit_bytes
     failed = [run for run in runs if "error" in run]
@@ -139,7 +145,7 @@ MIB, MB = 2**20, 1e6
 
 NAME = Column("", "name", left=True)
 HIT = Column("hit", "hit_rate", percent(1), "%")
-# Shares of experts.
+# Fractions of the routed experts.
 MIX = Column(
     "hi/lo/skip",
     "mix",
@@ -148,23 +154,22 @@ MIX = Column(
 )
 TOKENS = Column("tok/s", "tokens_per_s", fixed(1))
 TTFT = Column("TTFT", "ttft_ms", fixed(0), "ms")
-# What the slowest hundredth of the steps took at least.
+# 99th percentile of the decode step time.
 SLOWEST = Column("p99", "tpot_ms_p99", fixed(1), "ms")
 
 
 def step(digits: int) -> Column:
-    """The median decode step, in milliseconds with so many digits."""
+    """Return the column of the median decode step in milliseconds, with this number of digits."""
     return Column("p50", "tpot_ms_p50", fixed(digits), "ms")
 
 
 def moved(key: str = "bytes_per_token") -> Column:
-    """Megabytes that were moved for a token."""
+    """Return the column of the megabytes that were read or copied per token."""
     return Column("MB/tok", key, fixed(1, MB))
 
 
 def row_notes(rows: Sequence[Result]) -> list[str]:
-    """Memory of the rows with a store, and of those that are over their cap; and what binds the
-    rows that have a bound."""
+    """Return footnotes: the memory of rows with a store or over their cap, and the bounds."""
     lines = []
     for row in good(rows):
         limit = row["limit_bytes"]

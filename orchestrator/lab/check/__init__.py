@@ -1,5 +1,8 @@
-"""Contact with a model in one command: what it is, whether it computes what llama.cpp computes,
-and whether it keeps its promise of memory: `moe-edge check`."""
+"""`moe-edge check`: tests whether a model runs correctly on this machine.
+
+It describes the file, compares the logits with llama.cpp's bit by bit, and verifies that each run
+stays within its planned memory.
+"""
 
 from orchestrator.lab.check.checking import CheckOptions, examine
 from orchestrator.lab.check.report import render

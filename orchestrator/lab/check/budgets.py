@@ -1,5 +1,6 @@
-"""What runs of a check are told, and which it makes: llama.cpp's own, ours with three budgets, and
-what a user would get."""
+"""The runs of a check: llama.cpp's own path, our engine with three memory budgets, and the run that
+the user's options would give.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ from orchestrator.runtime.answering import Answering
 
 @dataclass(frozen=True, slots=True)
 class CheckJob:
-    """One model to open and to read tokens with.
+    """A job for a child process: open one model and read tokens with it.
 
-    settings: of Config.build. rows: the file for the logits, float32 [1 + n_decode, n_vocab]:
-    behind the prompt, and behind each decoded token. n_prompt: tokens of the prompt, None for a
-    micro-batch of the plan. prompt, answer: the tokens; None for a text of our own and the
-    likeliest tokens. chosen: the settings are of a plan that a loss chose, and its policy may have
-    no use for some of them. beside: instead, that choice is made, in a memory of which another
-    process has so many bytes; the result has its settings. layers: instead, prompt and answer are
-    read in one batch, and rows gets what the experts of each layer give, an .npz. answers: load the
-    model as a chat does, and look at its tokenizer and its chat template too.
+    - settings: arguments of Config.build.
+    - rows: output file for the logits, float32 [1 + n_decode, n_vocab]: one row after the prompt
+    and one after each decoded token.
+    - n_prompt: tokens of the prompt; None uses one micro-batch of the plan.
+    - prompt, answer: the tokens; None uses a built-in text and greedy decoding.
+    - chosen: the settings come from a plan that was chosen by a loss budget, so settings that have
+    no effect are not an error.
+    - answers: load the model as for a chat, and also check its tokenizer and chat template.
+
+    Three fields select another job instead:
+
+    - beside: choose the policy while another process uses this many bytes; returns its settings.
+    - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
+    - layers: read prompt and answer in one batch, and write the experts' output of each layer to
+    `rows` (.npz).
     """
 
     settings: dict[str, Any]
@@ -49,7 +57,9 @@ class CheckJob:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What Config.build makes the same config of, but for settings of an answer; JSON-ready."""
+    """Return the JSON-ready arguments of Config.build for a config, without settings of an
+    answer.
+    """
     declared = config.declared().items()
     found = {name: getattr(config, name) for name, each in declared if not each.answer}
     found |= config.of_policies
@@ -57,24 +67,26 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def run_job(job: CheckJob) -> Result:
-    """What a process of its own measured, or {"error": a sentence}."""
+    """Run a job in a child process. Returns its result or {"error": a sentence}."""
     return run_child("orchestrator.lab.check.child", job)
 
 
-# Tokens of the prompt that a comparison reads.
+# Prompt length of the compared runs, in tokens.
 PROMPT_TOKENS = 128
 
 
 def machine_of(config: Config) -> Machine:
-    """This machine as the engine sees it. Raises ConfigError for a device that is not here."""
+    """Probe this machine as the engine does. Raises ConfigError for an unknown device."""
     gpu = find_gpu(Bindings.load(), config.device, config.vram)
     return probe(gpu.device if gpu else None)
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config of llama.cpp's own path over a file's best tier, loaded as for a chat. It
-    has no repacked weights, since they round in another way, and is mapped if it is larger than the
-    memory, or than --ram. Raises GGUFError."""
+    """Return the config of llama.cpp's own path for a file's best tier, loaded as for a chat.
+
+    Weights are not repacked, because repacked weights round differently. The file is mapped if the
+    model does not fit in memory or --ram. Raises GGUFError.
+    """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = Answering().config(config.compared(policy=PLAIN, model=path, **_aside(config) | free))
     with ExpertModel.open(path) as model:
@@ -86,8 +98,11 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
 
 
 def _aside(config: Config) -> dict[str, Any]:
-    """What a comparison leaves aside: it computes one tier, and the budget is its own. Scratch for
-    more than its prompt would be planned, and never taken."""
+    """Return the settings that a comparison overrides.
+
+    It computes one tier with its own budget. A larger micro-batch would reserve scratch memory that
+    the short prompt never uses.
+    """
     return {
         "low": None,
         "low_tier": None,
@@ -102,26 +117,27 @@ def _aside(config: Config) -> dict[str, Any]:
 
 
 def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple[str, Config]]:
-    """Yield lossless runs of config.model by the name of their cap on everything: the least that
-    works, all experts in memory, and half way between the two. If --ram or the machine does not
-    allow all experts, the largest cap that they allow has another name. Each run is with the
-    baseline or, half way, with every other policy that has a lossless form and needs no loss table,
-    which a model need not have.
+    """Yield lossless runs of config.model as (name of the budget, config).
 
-    The planner is that of the runs: it counts scratch as llama.cpp does, so that the least cap is
-    right to the byte. Raises BudgetError if not even the least is allowed.
+    The budgets are the minimum, all experts in memory, and half way between. If --ram or the
+    machine has no space for all experts, the largest allowed budget has another name. The runs use
+    the baseline policy. Half way, they use all other policies that have a lossless form and need no
+    loss table.
+
+    The planner is that of the runs. It measures scratch memory in the same way as llama.cpp, so the
+    minimum is exact to the byte. Raises BudgetError if the minimum exceeds the limit.
     """
     capped = "vram" if planner.machine.device else "ram"
     allowed = getattr(config, capped)
 
     def lossless(policy: str, cap: int | None) -> Config:
-        """A policy that computes everything in one tier of the file."""
+        """Return a run of this policy that computes everything in one tier of the file."""
         asked = dict(POLICIES[policy].precisions.lossless or {}) | {capped: cap}
         return config.compared(policy=policy, high_tier=tier, **_aside(config) | asked)
 
     most = planner.plan(lossless(BASELINE, allowed))
     low = planner.least(lossless(BASELINE, allowed))
-    yield ("the least", lossless(BASELINE, low))
+    yield ("minimum", lossless(BASELINE, low))
     for name in half_way():
         cap = max(planner.least(lossless(name, allowed)), (low + most.total_bytes) // 2)
         if allowed is None or cap <= allowed:
@@ -132,9 +148,11 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
 
 def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]]:
-    """Return the runs of three_budgets for one precision. They are planned in a process of their
-    own, whose memory is free again for the runs. Raises BudgetError, or MoeEdgeError for a model
-    that cannot be planned."""
+    """Return the runs of three_budgets for one tier.
+
+    They are planned in a child process, so that planning leaves no memory allocated. Raises
+    BudgetError, or MoeEdgeError if the model cannot be planned.
+    """
     settings = settings_of(config.with_changes(model=path, low=None, low_tier=None))
     found = run_job(CheckJob(settings, os.devnull, None, 0, budgets=tier))
     if "needed_bytes" in found:
@@ -145,7 +163,7 @@ def budgets_of(config: Config, path: Path, tier: str) -> list[tuple[str, Config]
 
 
 def half_way() -> list[str]:
-    """The policies that are compared half way between the least and everything."""
+    """Return the policies that run with the budget half way between minimum and everything."""
     return [
         name
         for name, policy in POLICIES.items()

@@ -1,4 +1,4 @@
-"""The parts of a check, in order: the file, its words, and runs in processes of their own."""
+"""The steps of a check, in order: the file, the tokenizer and template, and the compared runs."""
 
 from __future__ import annotations
 
@@ -43,8 +43,12 @@ Bar = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """tokens: how many are decoded in each run. all_tiers: compare the lower precisions as well.
-    verify: read every block of the file."""
+    """Options of a check.
+
+    - tokens: tokens decoded per run.
+    - all_tiers: also compare the lower tiers.
+    - verify: read and verify every block of the file.
+    """
 
     tokens: int = 64
     all_tiers: bool = False
@@ -52,8 +56,10 @@ class CheckOptions:
 
 
 class ComparedTier(NamedTuple):
-    """One precision to compare: `path` computes it in its tier `tier`; packed: only an exported
-    file has it as its best tier."""
+    """One tier to compare. `path` is the file that computes it.
+
+    packed: the tier is not the file's best one, so llama.cpp needs an exported file.
+    """
 
     path: Path
     tier: str
@@ -61,11 +67,13 @@ class ComparedTier(NamedTuple):
 
 
 def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
-    """The report, JSON-ready. problems are sentences, and ok says that there are none: the file
-    is sound, every run gave llama.cpp's bits, and kept its promise. notes are no problems. bar
-    gets (what is being done, its share, or None where that is not known).
+    """Check a model and return a JSON-ready report.
 
-    Raises NativeError without the library, ConfigError for a device that is not here.
+    `problems` are sentences, and `ok` is True if there are none: the file is valid, each run gave
+    llama.cpp's bits and stayed within its planned memory. `notes` are not problems. `bar` is called
+    with (activity, completed fraction or None).
+
+    Raises NativeError if the library is missing, ConfigError for an unknown device.
     """
     check = _Check(config, options, bar)
     if check.look_at_the_file():
@@ -74,10 +82,10 @@ def examine(config: Config, options: CheckOptions, bar: Bar) -> dict[str, Any]:
 
 
 class _Check:
-    """The report that grows, and what all its parts share."""
+    """The report in progress, and the state that its steps share."""
 
     def __init__(self, config: Config, options: CheckOptions, bar: Bar) -> None:
-        # A fixed number of threads, so that the runs do not depend on the load.
+        # A fixed number of threads, so that the runs do not depend on the machine's load.
         self.config = config.with_changes(threads=config.n_threads)
         self.options, self.bar = options, bar
         self.asked_ram = config.ram
@@ -101,7 +109,7 @@ class _Check:
         self._n_runs = self._most_runs = 0
 
     def look_at_the_file(self) -> bool:
-        """What the file says and holds; whether there is something to run."""
+        """Verify and describe the file. Returns whether the model can run at all."""
         config, report = self.config, self.report
         if self.options.verify:
             found = verify(
@@ -131,14 +139,14 @@ class _Check:
         support = support_of(config.model)
         report["managed"] = support is not None and support.runs == MANAGED
         if not report["managed"]:
-            self._problem(support.sentence if support else "llama.cpp does not say how it can run")
+            self._problem(support.sentence if support else "llama.cpp's support of it is unknown")
         return support is None or support.runs != NOT
 
     def run(self) -> None:
-        """Every precision that was asked for, and what a user would get."""
+        """Compare each tier that was asked for, then run the model as a chat would."""
         asked = self._as_asked()
         if self.asked_ram is not None:
-            # This process stays beside each run: --ram holds for both together.
+            # --ram limits this process and a run together.
             own = self.report["own_bytes"] = private_bytes()
             self.config = self.config.with_changes(ram=max(1, self.asked_ram - own))
         subjects = list(self._subjects())
@@ -150,7 +158,7 @@ class _Check:
             if asked is not None:
                 rows = str(Path(folder) / "rows")
                 settings = settings_of(asked.with_changes(ram=self.config.ram))
-                # A whole micro-batch: what is promised is seen to hold where all of it is taken.
+                # A prompt of a whole micro-batch uses all the planned scratch memory.
                 chosen = asked.policy != self.config.policy
                 job = CheckJob(
                     settings, rows, None, self.options.tokens, chosen=chosen, answers=True
@@ -158,9 +166,12 @@ class _Check:
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
-        """What a chat would run, which learns nothing of a check's words; None where that cannot
-        be. A loss that is allowed chooses the policy first, with all of --ram, as for a chat: in a
-        process of its own, whose memory is free again for the runs."""
+        """Return the config that a chat would run, without learning from this text; None on
+        failure.
+
+        If a loss budget is set, the policy is chosen first, with all of --ram, as for a chat. This
+        happens in a child process, so that it leaves no memory allocated.
+        """
         if not self.report["managed"]:
             return None
         config = self.config
@@ -180,7 +191,7 @@ class _Check:
             names = [tier.name for tier in model.tiers]
         high = config.high_tier or names[0]
         if high.lower() not in names:
-            self._problem(f"{config.model}: holds no tier {high}, but {', '.join(names)}")
+            self._problem(f"{config.model} has no tier {high}: choose one of {', '.join(names)}")
             return
         wanted = names[names.index(high.lower()) :] if self.options.all_tiers else [high.lower()]
         for name in wanted:
@@ -190,7 +201,7 @@ class _Check:
                 yield ComparedTier(config.low, model.tiers[0].name, packed=False)
 
     def _compare(self, subject: ComparedTier, folder: Path) -> Result:
-        """Our runs of one precision against llama.cpp's."""
+        """Compare our runs of one tier with llama.cpp's."""
         rows = folder / "plain"
         found: Result = {"tier": subject.tier, "plain": None, "runs": []}
         source = subject.path
@@ -201,7 +212,7 @@ class _Check:
                 export(subject.path, source, subject.tier)
             config = plain(self.config, source, self.machine)
         except MoeEdgeError as error:
-            self._problem(f"{subject.tier}: llama.cpp has nothing to compare with: {error}")
+            self._problem(f"{subject.tier}: llama.cpp cannot compute it for comparison: {error}")
             return found
         job = CheckJob(
             settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens, answers=True
@@ -231,7 +242,7 @@ class _Check:
         config: Config,
         folder: Path,
     ) -> Result:
-        """One managed run over the tokens of llama.cpp's."""
+        """Run the managed path on llama.cpp's tokens and compare the logits."""
         label = f"{config.high_tier}, {name} ({config.policy})"
         job = replace(
             plain, settings=settings_of(config), rows=str(folder / "managed"), answers=False
@@ -243,7 +254,7 @@ class _Check:
             return run
         run["compared"] = found = compare_rows(Path(job.rows), rows, reference["n_vocab"])
         if not found["finite"]:
-            self._problem(f"{label}: the logits are not all numbers")
+            self._problem(f"{label}: some logits are NaN or infinite")
         if not found["equal"]:
             layer = self._first_layer(plain, job, reference, found["first"], folder)
             self._problem(f"{label}: {describe_difference(found, layer)}")
@@ -251,7 +262,7 @@ class _Check:
         return run
 
     def _measure(self, label: str, job: CheckJob) -> Result:
-        """One process, and what is wrong with what it says: once for each sentence."""
+        """Run a job in a child process and collect its problems, each sentence once."""
         self._n_runs += 1
         self.bar(f"Run {self._n_runs} of {self._most_runs}: {label}", None)
         run = run_job(job)
@@ -269,41 +280,42 @@ class _Check:
         promised = run["promised_bytes"]
         if promised is not None and used > promised:
             more = format_size(used - promised, up=True)
-            self._problem(f"{label}: took {format_size(used)} of memory, {more} above the promise")
+            self._problem(f"{label}: used {format_size(used)} of memory, {more} more than planned")
         return run
 
     def _first_layer(
         self, plain: CheckJob, job: CheckJob, reference: Result, row: int, folder: Path
     ) -> tuple[int, float | None] | None:
-        """Reads the tokens up to the first difference once more, layer by layer."""
+        """Find the first layer that differs: read the tokens up to the first difference again."""
         prompt, answer = reference["prompt"], reference["answer"][:row]
         paths = [folder / f"layers-{number}.npz" for number in range(2)]
         for each, path in zip((job, plain), paths, strict=True):
-            self.bar("Looking for the layer", None)
+            self.bar("Finding the layer", None)
             asked = replace(
                 each, rows=str(path), prompt=prompt, answer=answer, layers=True, answers=False
             )
             run = run_job(asked)
             if "error" in run:
-                self._problem(f"the layer cannot be found: {run['error']}")
+                self._problem(f"the layer that differs cannot be found: {run['error']}")
                 return None
         return first_layer(*paths)
 
     def _with_own_memory(self, sentence: str, needed_bytes: int) -> str:
-        """What a run says of a cap that is too small for it, as the user has to ask for it. A cap
-        on slots, or on a GPU, has nothing of this process."""
+        """Add this process's memory to a run's message about a --ram that is too small.
+
+        Caps on expert slots or on GPU memory do not include this process.
+        """
         asked, own = self.asked_ram, self.report["own_bytes"]
         if not needed_bytes or asked is None or self.config.expert_ram or self.machine.device:
             return sentence
         needed = needed_bytes + own
         return (
-            f"--ram {format_size(asked)} is too little: the smallest --ram that works "
-            f"is {format_least(needed)} ({format_size(needed_bytes)} for the model, "
-            f"{format_size(own)} for the check beside it)"
+            f"--ram {format_size(asked)} is too small. The minimum is {format_least(needed)} "
+            f"({format_size(needed_bytes)} for the model, {format_size(own)} for the check itself)"
         )
 
     def _problem(self, sentence: str) -> None:
-        """Adds a sentence once, and without the folders of whoever sends it in."""
+        """Add a sentence once, without the user's folders, because reports are shared."""
         for path in filter(None, (self.config.model, self.config.low)):
             sentence = sentence.replace(str(path), path.name)
         if sentence not in self.problems:
@@ -311,12 +323,13 @@ class _Check:
 
 
 def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
-    """Both files hold float32 [n, n_vocab]. first: the first row that differs in a bit, None for
-    none; first_error, most: the largest difference in that row and in any, None where it is no
-    number; choices: in how many rows the likeliest token is another one; finite: whether all is a
-    number.
+    """Compare two files of float32 [n, n_vocab] bit by bit, one row at a time.
 
-    One row at a time is in memory.
+    - rows: number of our rows. equal: whether all bits are equal.
+    - first: index of the first row that differs, or None.
+    - first_error, most: largest difference in that row and in any row; None if it is not finite.
+    - choices: number of rows in which the most likely token differs.
+    - finite: whether all our values are finite.
     """
     ours, theirs = (
         np.memmap(path, np.float32, "r").reshape(-1, n_vocab) for path in (rows, reference)
@@ -337,14 +350,16 @@ def compare_rows(rows: Path, reference: Path, n_vocab: int) -> dict[str, Any]:
 
 
 def largest(a: np.ndarray, b: np.ndarray) -> float | None:
-    """The largest difference, None where it is no number."""
+    """Return the largest absolute difference, None if it is not finite."""
     error = float(np.abs(a.astype(np.float64) - b).max())
     return error if np.isfinite(error) else None
 
 
 def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
-    """The first layer whose experts give something else, and the largest difference there; None
-    where they agree in all layers."""
+    """Return the first layer whose expert outputs differ, and their largest difference.
+
+    Returns None if all layers agree.
+    """
     with np.load(ours) as mine, np.load(reference) as other:
         for name in sorted(set(mine.files) & set(other.files), key=int):
             a, b = mine[name], other[name]
@@ -354,23 +369,23 @@ def first_layer(ours: Path, reference: Path) -> tuple[int, float | None] | None:
 
 
 def describe_difference(found: Result, layer: tuple[int, float | None] | None) -> str:
-    """Where the bits differ, and by how much, as a sentence."""
+    """Describe in one sentence where the logits differ and by how much."""
 
     def amount(error: float | None) -> str:
-        return "what is no number" if error is None else f"{error:.3g}"
+        return "a value that is not finite" if error is None else f"{error:.3g}"
 
     row = found["first"]
-    where = "behind the prompt" if row == 0 else f"behind token {row} of the answer"
-    text = f"other logits than llama.cpp's {where}, by {amount(found['first_error'])}, and by "
-    text += f"{amount(found['most'])} at most; the likeliest token is another one in "
+    where = "after the prompt" if row == 0 else f"after token {row} of the answer"
+    text = f"the logits differ from llama.cpp's {where} by {amount(found['first_error'])}, at most "
+    text += f"by {amount(found['most'])}; the most likely token differs in "
     text += f"{found['choices']} of {found['rows']} rows"
     if layer is None:
-        return f"{text}; read in one batch, the experts of all layers give the same"
+        return f"{text}; in one batch, the experts of all layers give equal results"
     return f"{text}; the first layer whose experts differ is {layer[0]}, by {amount(layer[1])}"
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
-    """What a reader of the report has to know of the machine."""
+    """Describe the versions and the hardware for the report."""
     return {
         "versions": {
             "moe-edge": next((each.version for each in distributions(name="moe-edge")), None),

@@ -1,5 +1,7 @@
-"""One run of a check in a process of its own: `python -m orchestrator.lab.check.child` gets a
-CheckJob, and returns what it found."""
+"""One run of a check in a child process.
+
+`python -m orchestrator.lab.check.child` receives a CheckJob and returns its result.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
 
-# What the experts of a layer give together, as llama.cpp's common MoE builder names it.
+# Prefix of the tensor with the summed expert outputs of a layer, from llama.cpp's MoE builder.
 _EXPERTS_OUT = "ffn_moe_out-"
 
-# Whether a model's tokenizer gives texts back, and its template renders a conversation.
+# Texts that the tokenizer must reproduce, and a conversation that the template must render.
 PROSE = (
     "The experts of a model lie on disk, and a few of them are in memory. A router asks for those "
     "that it needs for the next word; what is not there is read, while the others compute.\n"
@@ -50,11 +52,11 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def run(job: CheckJob) -> Result:
-    """Do what a job says. Raises MoeEdgeError in one of its forms."""
+    """Perform a job and return its result. Raises MoeEdgeError."""
     config = Config.build(**job.settings)
     if job.beside is not None:
-        # Measuring leaves so many bytes of the cap to another process; the plan does not, so that
-        # it is a chat's.
+        # The measurement leaves these bytes of the cap to the other process. The plan uses the
+        # whole cap, so that it equals a chat's plan.
         with ExpertModel.open(config.model, config.low) as model:
             runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
         return {"settings": settings_of(runs.config)}
@@ -74,14 +76,14 @@ def run(job: CheckJob) -> Result:
 
 
 def describe(evaluator: Evaluator) -> Result:
-    """Return what runs, and how much memory it may take."""
+    """Describe the resolved plan and its memory limit."""
     plan, config, inside = evaluator.plan, evaluator.config, evaluator.inside
     capped = config.vram if plan.device else config.ram
     return {
         "managed": inside.managed,
         "policy": inside.policy.name if inside.managed else None,
         "tier": plan.tier_names[0],
-        # llama.cpp's own path without a cap promises nothing: it maps the file, whose pages may go
+        # llama.cpp's own path without a cap has no limit: the pages of its mapped file vary.
         "promised_bytes": capped or (plan.total_bytes if inside.managed else None),
         "planned_bytes": plan.total_bytes,
         "n_ctx": evaluator.n_ctx,
@@ -91,9 +93,10 @@ def describe(evaluator: Evaluator) -> Result:
 def read_and_render(runtime: Runtime) -> dict[str, Any]:
     """Check a model's tokenizer and its chat template.
 
-    Returns lost: the samples whose tokens give another text; template: whether the model has one;
-    rendered: the number of tokens of a conversation, None if it cannot be rendered; problems and
-    notes: sentences.
+    - samples, lost: number of sample texts, and names of those that the tokens do not reproduce.
+    - template: whether the file has a chat template.
+    - rendered: token count of a conversation; None if it cannot be rendered.
+    - problems, notes: sentences.
     """
     vocabulary = runtime.vocabulary
     problems: list[str] = []
@@ -105,30 +108,30 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
         if back not in (sample, f" {sample}"):  # SentencePiece puts a space before it
             lost.append(name)
     if lost:
-        problems.append(f"the tokenizer does not give these texts back: {', '.join(lost)}")
+        problems.append(f"the tokenizer does not reproduce these texts: {', '.join(lost)}")
     if not vocabulary.eos():
-        notes.append("the model names no end token, so that answers end at their length only")
+        notes.append("the model has no end token, so answers end only at their maximum length")
     own = "tokenizer.chat_template" in runtime.model.metadata
     if not own:
-        notes.append("the file has no chat template: ChatML takes its place in a chat")
+        notes.append("the file has no chat template: a chat uses ChatML instead")
     rendered = None
     try:
         rendered = render(runtime, (_SYSTEM, *_DIALOGUE))
     except MoeEdgeError:
         try:
             rendered = render(runtime, _DIALOGUE)
-            notes.append("the chat template takes no system message")
+            notes.append("the chat template does not accept a system message")
         except MoeEdgeError as error:
             problems.append(str(error))
     if rendered is not None:
-        # Control tokens by their names.
+        # Control tokens appear as their names.
         pieces = (vocabulary.piece(token, special=True) for token in rendered)
         text = b"".join(pieces).decode("utf-8", "replace")
         if QUESTION not in text:
-            problems.append("the chat template leaves out what the user says")
+            problems.append("the chat template drops the user's message")
         bos = vocabulary.bos()
         if bos and text.startswith(bos + bos):
-            notes.append("a rendered conversation begins with two begin tokens")
+            notes.append("a rendered conversation begins with two BOS tokens")
     return {
         "samples": len(SAMPLES),
         "lost": lost,
@@ -140,8 +143,10 @@ def read_and_render(runtime: Runtime) -> dict[str, Any]:
 
 
 def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the tokens of a conversation as a chat reads them. Raises MoeEdgeError if the model's
-    template refuses it."""
+    """Return the tokens of a conversation as a chat would read them.
+
+    Raises MoeEdgeError if the chat template fails.
+    """
 
     def ask(route: str, **body: Any) -> Any:
         status, text = runtime.query(route, json.dumps(body).encode()).whole()
@@ -155,13 +160,16 @@ def render(runtime: Runtime, messages: Sequence[Mapping[str, str]]) -> list[int]
 
 
 def play(evaluator: Evaluator, job: CheckJob) -> Result:
-    """Read the prompt, then decode. Each row of logits goes to the file at once, since memory is
-    measured. Speeds are in tokens per second, of the median step."""
+    """Read the prompt, then decode, and write the logits to a file.
+
+    Each row is written at once, because the process's memory is measured. Returned speeds are in
+    tokens per second; the decode speed is that of the median step.
+    """
     n_decode = min(job.n_decode, evaluator.n_ctx // 2)
     n_prompt = evaluator.plan.n_ubatch if job.n_prompt is None else job.n_prompt
     prompt = job.prompt
     if not prompt:
-        # A text, again and again; of a vocabulary that has none for it, the first tokens.
+        # Repeat a text, or the first tokens if the vocabulary cannot encode it.
         n = min(n_prompt, evaluator.n_ctx - n_decode)
         tokens = evaluator.tokenize(PROSE) or list(range(evaluator.inside.llama.n_vocab))
         prompt = (tokens * (1 + n // len(tokens)))[:n]
@@ -189,7 +197,7 @@ def play(evaluator: Evaluator, job: CheckJob) -> Result:
 
 
 def counted(inside: Inside) -> Result:
-    """Return what the store and the device count."""
+    """Return the counters of the store and the device memory."""
     if not inside.managed:
         return {}
     inside.store.check()
@@ -207,7 +215,9 @@ def counted(inside: Inside) -> Result:
 
 
 def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
-    """Read the tokens in one batch, and write what the experts of each layer give to a file."""
+    """Read the tokens in one batch, and save the summed expert outputs of each layer to an .npz
+    file.
+    """
     from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}

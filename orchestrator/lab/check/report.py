@@ -1,4 +1,4 @@
-"""The report of a check as text."""
+"""Formats the report of a check as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gguf_tools.units import format_size
 
 
 def render(report: dict[str, Any]) -> str:
-    """A page to read and to send in."""
+    """Format the report as a page to read and to share."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {found or '?'}" for name, found in machine["versions"].items())
     pair = f" with {report['low']}" if report["low"] else ""
@@ -17,10 +17,10 @@ def render(report: dict[str, Any]) -> str:
         f"moe-edge check of {report['model']}{pair}",
         f"  {versions}; {machine['system']}",
         f"  {machine['processor']}, {machine['cores']} cores, "
-        f"{format_size(machine['usable_bytes'])} of memory to use",
+        f"{format_size(machine['usable_bytes'])} of memory available",
     ]
     if machine["device"]:
-        lines.append(f"  {machine['device']}, {format_size(machine['device_bytes'])} to use")
+        lines.append(f"  {machine['device']}, {format_size(machine['device_bytes'])} available")
     lines += ["", *_file(report), *_words(report["words"])]
     for tier in report["tiers"]:
         lines += ["", *_tier(tier)]
@@ -31,12 +31,12 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", f"as asked: {asked['mode']}", f"  {speeds}; {_memory(asked)}"]
     if report["own_bytes"]:
         own = format_size(report["own_bytes"], up=True)
-        lines.append(f"Of --ram, the check itself takes {own} beside each run.")
+        lines.append(f"The check itself uses {own} of --ram during each run.")
     lines.append("")
     lines += [f"Note: {each}" for each in report["notes"]]
     lines += [f"Problem: {each}" for each in report["problems"]]
     if report["ok"]:
-        lines.append("Good: every run gave the bits of llama.cpp, within the memory it promised.")
+        lines.append("Good: every run equals llama.cpp bit for bit, within its planned memory.")
     else:
         n = len(report["problems"])
         lines.append(f"Not good: {n} problem{'s' if n > 1 else ''}, see above.")
@@ -44,8 +44,10 @@ def render(report: dict[str, Any]) -> str:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """What ran as asked, as one row of the table in docs/reports.md, under a sentence; nothing
-    where it did not run, or something was not good."""
+    """Return the run as asked as a row of the table in docs/reports.md, with a heading.
+
+    Returns [] if the run is missing or the check found a problem.
+    """
     run, machine = report["as_asked"], report["machine"]
     if not report["ok"] or not run or "error" in run:
         return []
@@ -73,8 +75,8 @@ def _file(report: dict[str, Any]) -> list[str]:
         lines += [
             f"architecture: {facts['architecture']}, {managed}",
             f"layers: {facts['layers']}, {facts['moe_layers']} of them with {facts['experts']} "
-            f"experts, {facts['experts_used']} for each token"
-            + (", and shared ones" if facts["shared_experts"] else ""),
+            f"experts, {facts['experts_used']} per token"
+            + (", plus shared experts" if facts["shared_experts"] else ""),
             f"sizes: files {format_size(facts['file_bytes'])}, dense weights "
             f"{format_size(facts['dense_bytes'])}, KV cache {format_size(facts['kv_bytes'])} for "
             f"{facts['kv_tokens']} tokens",
@@ -97,19 +99,19 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     if words is None:
         return []
     kept = words["samples"] - len(words["lost"])
-    own = "the file's own" if words["template"] else "ChatML, in the place of one"
+    own = "the file's own" if words["template"] else "none in the file, ChatML"
     rendered = words["rendered"]
-    does = "fails" if rendered is None else f"makes {rendered} tokens of a conversation"
+    does = "fails" if rendered is None else f"renders a conversation to {rendered} tokens"
     return [
-        f"tokenizer: gives {kept} of {words['samples']} texts back",
+        f"tokenizer: reproduces {kept} of {words['samples']} texts",
         f"chat template: {own}, {does}",
     ]
 
 
 def _tier(tier: dict[str, Any]) -> list[str]:
-    """The runs of one precision as a table; those that failed are among the problems."""
+    """Format the runs of one tier as a table. Failed runs are among the problems."""
     plain, runs = tier["plain"], [each for each in tier["runs"] if "error" not in each]
-    rows = [["memory", "policy", "promised", "taken", "bits", "prompt", "decode", "hits"]]
+    rows = [["memory", "policy", "planned", "used", "bits", "prompt", "decode", "hits"]]
     if plain and "error" not in plain:
         taken = format_size(plain["used_bytes"])
         rows.append(["llama.cpp's own", "", "", taken, "", *_tok_s(plain), ""])
@@ -139,7 +141,7 @@ def _tok_s(run: dict[str, Any]) -> tuple[str, str]:
 
 
 def _memory(run: dict[str, Any]) -> str:
-    taken = f"took {format_size(run['used_bytes'], up=True)}"
+    taken = f"used {format_size(run['used_bytes'], up=True)}"
     if run["promised_bytes"] is None:
-        return f"{taken}, the pages of a mapped file among them"
+        return f"{taken}, including pages of the mapped file"
     return f"{taken} of {format_size(run['promised_bytes'])}"

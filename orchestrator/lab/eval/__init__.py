@@ -1,4 +1,4 @@
-"""What precision and skipping cost: perplexity, distance from the best tier, multiple choice."""
+"""Quality of a configuration: perplexity, KL divergence from the best tier, multiple choice."""
 
 from orchestrator.lab.eval.run import EvalOptions, evaluate, render
 

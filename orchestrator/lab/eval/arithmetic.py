@@ -1,4 +1,4 @@
-"""The figures of quality as plain arithmetic on logits; natural logarithms throughout."""
+"""Quality metrics computed from logits with NumPy. All logarithms are natural."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and the standard error of it; nan where one value says nothing about the spread."""
+    """A mean with its standard error. The error is nan if a single value gives no spread."""
 
     value: float
     error: float
 
 
 def mean(values: np.ndarray) -> Estimate:
-    """Mean of values [n] with its standard error; the values are taken as independent."""
+    """Return the mean of values [n] and its standard error, assuming independent values."""
     n = len(values)
     if n == 0:
         return Estimate(math.nan, math.nan)
@@ -27,18 +27,21 @@ def mean(values: np.ndarray) -> Estimate:
 
 
 def perplexity(nll: np.ndarray) -> Estimate:
-    """exp of the mean of nll [n], the tokens' negative log-likelihoods; its error by the
-    first derivative: perplexity * standard error of the mean."""
+    """Return exp(mean(nll)) for the negative log-likelihoods nll [n] of n tokens.
+
+    The standard error is a first-order estimate: perplexity * standard error of mean(nll).
+    """
     average = mean(nll)
     value = math.exp(average.value)
     return Estimate(value, value * average.error)
 
 
 def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
-    """Relative change of the perplexity from base [n] to nll [n], exp(mean difference) - 1.
+    """Return the relative change of perplexity from base [n] to nll [n]: exp(mean(nll - base)) - 1.
 
-    Paired: both hold the same tokens in the same order, so most of the spread, that of the
-    text, falls out of the standard error.
+    The comparison is paired: both arrays hold the same tokens in the same order. The variation
+    between tokens therefore cancels, and the standard error is small. Raises ValueError if the
+    lengths differ.
     """
     if len(nll) != len(base):
         raise ValueError(f"{len(nll)} tokens cannot be paired with {len(base)}")
@@ -47,8 +50,10 @@ def change(nll: np.ndarray, base: np.ndarray) -> Estimate:
 
 
 def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
-    """mean(part) / mean(whole) of paired values [n]. Its error by the first derivative,
-    s(part - ratio * whole) / (sqrt(n) * |mean(whole)|); nan where whole adds up to nothing.
+    """Return mean(part) / mean(whole) of paired values [n], with a first-order standard error.
+
+    The error is s(part - ratio * whole) / (sqrt(n) * |mean(whole)|). Both fields are nan if
+    mean(whole) is 0.
     """
     base = mean(whole).value
     if not abs(base) > 0.0:
@@ -58,7 +63,7 @@ def share(part: np.ndarray, whole: np.ndarray) -> Estimate:
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosine similarity along the last axis; 0 of zeros."""
+    """Return the cosine similarity along the last axis. Zero vectors give 0."""
     lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     products = (a.astype(np.float64) * b).sum(axis=-1)
     found: np.ndarray = products / np.where(lengths > 0, lengths, 1)
@@ -66,22 +71,27 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def pair(estimate: Estimate) -> list[float | None]:
-    """[value, standard error], nan as None: fit for JSON."""
+    """Return [value, standard error] for JSON, with None for nan."""
     return [None if math.isnan(each) else each for each in (estimate.value, estimate.error)]
 
 
 def kl_divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """KL(reference || other) = sum of p * (log p - log q) in nats, of log-probabilities
-    [n_vocab]; a token that the reference rules out adds nothing."""
+    """Return KL(reference || other) = sum of p * (log p - log q), in nats.
+
+    Both arguments are log-probabilities [n_vocab]. Tokens to which the reference assigns
+    probability 0 are skipped.
+    """
     possible = reference > -np.inf
     p, q = reference[possible], other[possible]
     return float(np.dot(np.exp(p), p - q))
 
 
 def median_interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float, float]:
-    """(median, lower end, upper end) of values [n], n >= 1; the ends are those of the 95 % interval
-    of the median by the percentile bootstrap. Equal values give an equal interval: the draws have
-    a seed of their own."""
+    """Return (median, lower end, upper end) of values [n], n >= 1.
+
+    The ends are those of the 95 % percentile bootstrap interval of the median. The random seed is
+    fixed, so the same values always give the same interval.
+    """
     drawn = np.random.default_rng(1).choice(np.asarray(values, float), (draws, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
     return float(np.median(values)), float(low), float(high)

@@ -1,14 +1,14 @@
-"""moe-edge as a model of EleutherAI's lm_eval (the extra `eval`).
+"""An lm_eval model that runs moe-edge (EleutherAI's harness, extra `eval`).
 
-lm_eval finds the models that it ships and those that were imported before it looks, so its
-command line is started here:
+lm_eval knows only models that are registered before it parses its arguments. This module registers
+`moe-edge` and then starts lm_eval's command line:
 
     python -m orchestrator.lab.eval.harness run --model moe-edge --model_args model=FILE --tasks ...
 
-Importing this module does the same for a Python program. The arguments are settings of
-`orchestrator.config.Config`, sizes as on the command line. Log-likelihoods come from decode
-decisions, token by token, and every expert is computed in the tier that was decided. Texts are
-generated as answers of a chat are.
+A Python program can import this module instead. The model arguments are settings of
+`orchestrator.config.Config`, with sizes written as on the command line. Log-likelihoods use decode
+steps of one token, and each expert is computed in exactly the tier that the policy chose. Text is
+generated in the same way as a chat answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _MAX_GEN_TOKENS = 256
 
 @register_model("moe-edge")
 class MoeEdgeLM(TemplateLM):
-    """A loaded model for lm_eval. It gives log-likelihoods of continuations and of whole texts, and
-    generated text."""
+    """A loaded model with the interface of lm_eval: log-likelihoods and generated text."""
 
     def __init__(
         self,
@@ -49,9 +48,12 @@ class MoeEdgeLM(TemplateLM):
         device: Any = None,
         **settings: Any,
     ) -> None:
-        """Load the model. settings: those of Config, `model` at least. lm_eval always passes the
-        three named ones, which have no effect: one sequence is evaluated at a time, on the CPU.
-        Raises MoeEdgeError in one of its forms."""
+        """Load the model.
+
+        `settings` are those of Config; `model` is required. lm_eval always passes the three named
+        arguments. They have no effect: one sequence is evaluated at a time, on the CPU. Raises
+        MoeEdgeError.
+        """
         super().__init__()
         for name, declared in Config.declared().items():
             if name in settings and declared.unit is not None:
@@ -67,28 +69,33 @@ class MoeEdgeLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that a context and its continuation may have."""
+        """Maximum length of a context and its continuation together, in tokens."""
         return self.runtime.about.n_ctx
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text. Raises ConfigError for a model that names none."""
+        """Return the end-of-text token. Raises ConfigError if the model file has none."""
         for name in ("eot", "eos"):
             token = self.runtime.model.metadata.get(f"tokenizer.ggml.{name}_token_id")
             if isinstance(token, int):
                 return token
-        raise ConfigError(f"{self.runtime.config.model} names no token that ends a text")
+        raise ConfigError(
+            f"{self.runtime.config.model} has no end-of-text token: its metadata needs "
+            f"tokenizer.ggml.eot_token_id or tokenizer.ggml.eos_token_id"
+        )
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: the begin token where the model wants one."""
+        """Token that stands for an empty context: the BOS token if the model uses one."""
         return self._begin[0] if self._begin else self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokens of a text, names of control tokens read as such. add_special_tokens False:
-        without the begin token."""
+        """Tokenize a text. Names of control tokens in the text become control tokens.
+
+        With add_special_tokens=False, the BOS token is left out.
+        """
         tokens = self._tokenize(string)
         return tokens[len(self._begin) :] if add_special_tokens is False else tokens
 
@@ -98,7 +105,7 @@ class MoeEdgeLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        # Continuations of one context one after the other: it is evaluated once.
+        # Sorted, so that requests with the same context are adjacent and evaluate it once.
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         results: dict[int, tuple[float, bool]] = {}
         with self.runtime.evaluator() as evaluator:
@@ -108,7 +115,7 @@ class MoeEdgeLM(TemplateLM):
                 if len(continuation) >= self.max_length:
                     raise ConfigError(
                         f"a continuation of {len(continuation)} tokens does not fit the context of "
-                        f"{self.max_length}: raise ctx"
+                        f"{self.max_length} tokens: increase ctx"
                     )
                 logp, greedy = judge.continuation(context, continuation)
                 results[i] = float(logp.sum()), greedy
@@ -117,7 +124,7 @@ class MoeEdgeLM(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows of the context that do not overlap."""
+        """Return the log-likelihood of each text, computed in windows that do not overlap."""
         results = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -133,7 +140,7 @@ class MoeEdgeLM(TemplateLM):
         return results
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Write up to the first of the stop texts; greedily unless do_sample is asked for."""
+        """Generate text up to the first stop string. Sampling is greedy unless do_sample is set."""
         results = []
         for context, given in (request.args for request in requests):
             until = given.get("until") or []
@@ -155,13 +162,13 @@ class MoeEdgeLM(TemplateLM):
 
 
 def main() -> None:
-    """lm_eval's own command line, with the model "moe-edge" in it."""
+    """Run lm_eval's command line with the model "moe-edge" registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
 
 
 if __name__ == "__main__":
-    # Under its own name: as __main__ the model would be registered a second time by lm_eval.
+    # lm_eval may import this module by its name, which would register the model a second time.
     sys.modules["orchestrator.lab.eval.harness"] = sys.modules["__main__"]
     main()

@@ -1,13 +1,14 @@
-"""What a model says to given tokens: decided token by token, or as a prompt at once; how well it
-predicts a text, and how far from the best tier it is; and multiple choice by log-likelihood, as
-lm_eval scores it.
+"""Scoring of text and multiple-choice questions by log-likelihood.
 
-A prefill decision sees the tokens that come after the one it is for, so quality is judged by
-decode decisions; the other form stands beside it. What stands before the tokens that are judged may
-be read as a prompt, as in a chat.
+Judge yields the logits of given tokens. Text is scored by perplexity and by KL divergence from the
+best tier; questions are scored as in lm_eval.
 
-acc: the choice with the highest log-likelihood is the answer. acc_norm: the same with each
-log-likelihood divided by the choice's length in characters.
+By default, each token is a decode step of its own. A policy decision for a prefill batch depends on
+later tokens of the batch, so it would be unfair to score a token with it. Tokens before the scored
+ones may be read as a prompt, as in a chat.
+
+- acc: the choice with the highest log-likelihood counts as the answer.
+- acc_norm: the same, with each log-likelihood divided by the choice's length in characters.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from orchestrator.runtime.evaluator import Evaluator, log_softmax
 
 
 class Judge:
-    """Asks one model for the probabilities of given tokens.
+    """Computes the logits that one model assigns to given tokens.
 
-    prefill: read everything as a prompt, which needs a model that was loaded with logits_all.
+    With prefill=True, all tokens are read as prompts. This needs a runtime with logits_all.
     """
 
     def __init__(self, evaluator: Evaluator, prefill: bool = False) -> None:
@@ -48,10 +49,13 @@ class Judge:
     def rows(
         self, tokens: Sequence[int], first: int = 1, prompt: bool = False
     ) -> Iterator[np.ndarray]:
-        """Logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], ..., each by
-        all tokens before it, and valid until the next. prompt: the tokens before `first` are read
-        as a prompt. Without one all are decided token by token, and what the last call read of the
-        beginning is not read again."""
+        """Yield the logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], and so
+        on.
+
+        Each prediction uses all tokens before it. A yielded row is valid until the next one. With
+        prompt=True, the tokens before `first` are read as a prompt. Otherwise each token is a
+        decode step, and a prefix shared with the previous call is not evaluated again.
+        """
         if prompt and not self.prefill:
             self.forget()
             yield from self._decode_rows(list(tokens[:first]), tokens[first:])
@@ -73,9 +77,12 @@ class Judge:
     def continuation(
         self, context: Sequence[int], tokens: Sequence[int]
     ) -> tuple[np.ndarray, bool]:
-        """(log-probabilities float64 [n] of n tokens behind a context, whether each of them is
-        the likeliest). The context is read as a prompt, and the oldest tokens of one that is too
-        long are dropped. A context that was the last call's too is not evaluated again.
+        """Return the log-probabilities of `tokens` after `context`, and whether greedy decoding
+        agrees.
+
+        The first value is float64 [len(tokens)]; the second is True if each token is the most
+        likely one. The context is read as a prompt. If it is too long, its oldest tokens are
+        dropped. A context equal to that of the previous call is not evaluated again.
         """
         room = self.evaluator.n_ctx - len(tokens)
         kept = list(context)[-max(1, room) :]
@@ -91,13 +98,16 @@ class Judge:
         return found, likeliest
 
     def forget(self) -> None:
-        """Read everything again, after something else used the evaluator."""
+        """Discard the cached prefix. Call this after other code has used the evaluator."""
         self._next = None
         self._read = []
 
     def _prompt_rows(self, tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        """Logits of the tokens from `first` on, where all are read as a prompt: as many as a
-        window has would take more memory than many a model, so that they stay where they are."""
+        """Yield the logits of the tokens from `first` on, with all tokens read as a prompt.
+
+        The logits come in parts, because those of a whole window may need more memory than the
+        model.
+        """
         for part in self.evaluator.eval_each(tokens, 0, Phase.PREFILL):
             yield from part[first:]
             first = max(0, first - len(part))
@@ -105,8 +115,8 @@ class Judge:
     def _decode_rows(self, context: list[int], tokens: Sequence[int]) -> Iterator[np.ndarray]:
         if self._next is None or context != self._context:
             self.forget()
-            # The last token of a prompt is decoded as an answer's are: what a policy does behind a
-            # prompt, it does before that.
+            # The last prompt token is a decode step, as in an answer. The policy's work at the end
+            # of a prompt happens before it.
             last = len(context) - 1
             if last:
                 self.evaluator.eval(context[:last], 0, phase=Phase.PREFILL)
@@ -121,19 +131,22 @@ class Judge:
 
 
 class Reference(Closing):
-    """Log-probabilities float32 [n_tokens, n_vocab] in a file; free it with close or `with`."""
+    """Log-probabilities float32 [n_tokens, n_vocab] in a file. Free it with close or `with`."""
 
     def __init__(self, n_tokens: int, n_vocab: int, path: Path | None = None) -> None:
-        """path: an empty file, or one that has them already; None for a temporary one. Raises
-        ConfigError where the folder has no room for it."""
+        """Create the file, or open one that already holds the values.
+
+        `path` is that file, or an empty one; None uses a temporary file. Raises ConfigError if the
+        folder has too little free space.
+        """
         needed = 4 * n_tokens * n_vocab
         folder = tempfile.gettempdir() if path is None else str(path.parent)
         free = shutil.disk_usage(folder).free
         known = 0 if path is None else path.stat().st_size
         if needed > free + known:
             raise ConfigError(
-                f"comparing {n_tokens} tokens with the best tier takes {format_size(needed)} in "
-                f"{folder}, where {format_size(free)} are free: lower --max-tokens"
+                f"comparing {n_tokens} tokens with the best tier needs {format_size(needed)} in "
+                f"{folder}, which has {format_size(free)} free: use a smaller --max-tokens"
             )
         self._file = tempfile.TemporaryFile() if path is None else path.open("r+b")  # noqa: SIM115
         self._file.truncate(needed)
@@ -142,28 +155,32 @@ class Reference(Closing):
         self._places: np.ndarray | None = None
 
     def part(self, places: np.ndarray) -> Reference:
-        """Some of the tokens, as if they were all: places int [n], where each stands. Lives as long
-        as the whole."""
+        """Return a view of the tokens at the given positions, int [n].
+
+        The view is valid until the whole reference is closed.
+        """
         other = copy(self)
         other._places = places
         return other
 
     def row(self, at: int) -> np.ndarray:
-        """float32 [n_vocab], a view: the log-probabilities of one token's prediction."""
+        """Return a view, float32 [n_vocab], of the log-probabilities that predict one token."""
         return np.asarray(self.rows[at if self._places is None else self._places[at]])
 
     def close(self) -> None:
-        """Frees the file; safe to call twice."""
+        """Delete the temporary file or close the given one. Safe to call twice."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """One pass over a text of n scored tokens, in the text's order.
+    """Scores of n tokens, in the order of the text.
 
-    nll float64 [n]: negative log-likelihoods in nats. kl, agrees float64 [n]: KL divergence from
-    the reference, and 1 where the likeliest token is its one, else 0; [0] without a reference.
-    domains: each token's domain, an index into names.
+    - nll float64 [n]: negative log-likelihoods in nats.
+    - kl float64 [n]: KL divergence from the reference in nats; [0] without a reference.
+    - agrees float64 [n]: 1 if the most likely token is the same as in the reference, else 0; [0]
+    without a reference.
+    - domains int [n]: index into `names`, the domains of the text.
     """
 
     nll: np.ndarray
@@ -177,7 +194,7 @@ class TextScores:
         return arithmetic.perplexity(self.nll)
 
     def by_domain(self) -> dict[str, Estimate]:
-        """The perplexity of each domain, where the text has several."""
+        """Return the perplexity of each domain; {} if the text has only one."""
         if len(self.names) < 2:
             return {}
         return {
@@ -186,7 +203,7 @@ class TextScores:
         }
 
     def part(self, places: np.ndarray) -> TextScores:
-        """The scores of some of the tokens. places int [m]."""
+        """Return the scores of the tokens at the given positions, int [m]."""
         return replace(
             self,
             nll=self.nll[places],
@@ -204,9 +221,10 @@ def score_text(
     against: Reference | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
-    """Scores the windows' tokens from each one's first scored token on.
+    """Score each window's tokens, beginning with its first scored token.
 
-    keep: filled with this model's own log-probabilities; against: what to compare with.
+    `keep` is filled with this model's log-probabilities. `against` holds the log-probabilities to
+    compare with. `progress` is called with the completed fraction.
     """
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)
@@ -233,7 +251,11 @@ def score_text(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """prompt: what stands before a choice, context included. answer: index of the right one."""
+    """A multiple-choice question.
+
+    `prompt` is the text before the choice, context included. `answer` is the index of the correct
+    choice.
+    """
 
     prompt: str
     choices: tuple[str, ...]
@@ -242,7 +264,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScores:
-    """right and right_norm bool [n_questions]: whether acc and acc_norm count the question."""
+    """Whether each question was answered correctly by acc (right) and acc_norm (right_norm).
+
+    Both are bool [n_questions].
+    """
 
     right: np.ndarray
     right_norm: np.ndarray
@@ -257,12 +282,14 @@ class ChoiceScores:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions of JSON lines {"question", "choices", "answer"} and optionally "context", which
-    stands before the question on lines of its own. answer is an index from 0 or a letter from A.
-    Raises ConfigError for a record that is no question, naming its line."""
+    """Read questions from JSON lines {"question", "choices", "answer"}.
+
+    An optional "context" is put before the question, separated by a blank line. "answer" is an
+    index from 0 or a letter from A. Raises ConfigError with the line number of an invalid record.
+    """
     questions = [_question(path, number, record) for number, record in json_lines(path)]
     if not questions:
-        raise ConfigError(f"{path} holds no questions, one JSON object a line")
+        raise ConfigError(f"{path} holds no questions: it needs one JSON object per line")
     return questions
 
 
@@ -270,22 +297,22 @@ def _question(path: Path, number: int, record: dict[str, Any]) -> Question:
     where = f"{path} line {number}"
     text, choices, context = record.get("question"), record.get("choices"), record.get("context")
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f'{where} has no "question" that is a text')
+        raise ConfigError(f'{where} needs a "question" that is a non-empty string')
     if context is not None and not isinstance(context, str):
-        raise ConfigError(f'{where}: "context" is not a text')
+        raise ConfigError(f'{where}: "context" must be a string')
     if (
         not isinstance(choices, list)
         or len(choices) < 2
         or not all(isinstance(each, str) and each for each in choices)
     ):
-        raise ConfigError(f'{where} has no "choices", a list of two texts or more')
+        raise ConfigError(f'{where} needs "choices": a list of at least two non-empty strings')
     answer = record.get("answer")
     if isinstance(answer, str):
         letter = answer.strip().upper()
         answer = ord(letter) - ord("A") if len(letter) == 1 else None
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         raise ConfigError(
-            f'{where}: "answer" is neither an index below {len(choices)} nor a letter of a choice'
+            f'{where}: "answer" must be an index below {len(choices)} or the letter of a choice'
         )
     prompt = f"{context}\n\n{text}" if context else text
     return Question(prompt, tuple(choices), answer)
@@ -296,19 +323,19 @@ def score_choices(
     questions: Sequence[Question],
     progress: Callable[[float], None] = lambda share: None,
 ) -> ChoiceScores:
-    """Answers every question. Raises ConfigError for a choice that is no token of its own."""
+    """Answer all questions. Raises ConfigError for a choice that tokenizes to nothing."""
     right, right_norm = [], []
     for number, question in enumerate(questions, 1):
-        # A prompt that ends in a line break, as a chat template's does, wants no space.
+        # A prompt that ends in whitespace, such as that of a chat template, needs no space.
         space = "" if question.prompt[-1].isspace() else " "
         logp = []
         for choice in question.choices:
-            # The choice's tokens are cut out of those of both together.
+            # Tokenize both together, because a choice alone may get other tokens.
             n = len(judge.evaluator.tokenize(question.prompt))
             whole = judge.evaluator.tokenize(question.prompt + space + choice)
             context, tokens = whole[:n], whole[n:]
             if not context or not tokens:
-                raise ConfigError(f"question {number}: '{choice}' has no token of its own")
+                raise ConfigError(f"question {number}: '{choice}' adds no token to the prompt")
             logp.append(float(judge.continuation(context, tokens)[0].sum()))
         lengths = [len(choice) for choice in question.choices]
         right.append(np.argmax(logp) == question.answer)

@@ -1,5 +1,4 @@
-"""`moe-edge eval` for one configuration: a text, questions, how far the best tier is; and the
-result as text."""
+"""`moe-edge eval` for one configuration: score a text or questions, and print the result."""
 
 from __future__ import annotations
 
@@ -47,12 +46,19 @@ def counters(evaluator: Evaluator) -> CStats | None:
 def usage_between(
     old: CStats | None, new: CStats | None, phase: Phase, losses: LossMeter | None = None
 ) -> dict[str, Any] | None:
-    """What the store did between two readings of the counters in steps of one phase; None without
-    one. Shares of the routed experts that were asked for in the high tier, in a lower one and not
-    at all; the share of matrices that were computed in a lower tier; the share found in memory;
-    bytes read. Shares are None where nothing was counted. kl_estimate, kl_low: nats a token from
-    the file's best tier, by `losses` since the first reading, as of GenerationStats; None where
-    that is not known. limit_halved: the share of tokens for which the limit was halved."""
+    """Summarize the store's work in steps of one phase between two readings of its counters.
+
+    Returns None if a reading is None. Fractions are None if nothing was counted.
+
+    - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
+    in a lower tier, and not at all.
+    - computed_low: fraction of expert matrices computed in a lower tier.
+    - hit_rate: fraction of requests that were cache hits.
+    - bytes_read: bytes read on demand, prefetched and moved by tier transitions.
+    - kl_estimate, kl_low: estimated quality loss since `losses` began, in nats per token, relative
+    to the file's best tier. They have the meaning of GenerationStats; None if unknown.
+    - limit_halved: fraction of tokens for which the loss limit was halved.
+    """
     if old is None or new is None:
         return None
 
@@ -79,17 +85,20 @@ LEAST_WINDOW, LEAST_TOKENS = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What to judge on. tokens: at most so many of the text; window: tokens of one context.
-    prompt_tokens: the first so many of each window, and what a record gives as context, are read as
-    a prompt and not scored; None for token by token throughout.
+    """Options of an evaluation.
 
-    kl: compare with the tier kl_from, None for the best of the file. prefill: judge prompts read
-    at once, and nothing else.
-    reuse: a low request may use the high copy in memory, as in a chat (DyMoE 4.4.2); else each
-    expert is computed in exactly the tier that was decided. bandwidth, in bytes a second,
-    latency_us of a read, compute_ms of a token: of the virtual time in which a policy decides that
-    goes by what is in memory; None is measured. uniform, calib: the uniform types, or
-    files, that a study compares with, and the text that they are calibrated on.
+    - text, choices: files with the text and the questions.
+    - tokens: maximum number of scored tokens. window: tokens per context.
+    - prompt_tokens: number of tokens at the start of each window that are read as a prompt and not
+    scored; a record's context is treated in the same way. None reads token by token.
+    - kl: also compute the KL divergence from tier kl_from (None: the best tier of the file).
+    - prefill: read everything as prompts, without decode steps.
+    - reuse: a request for the low tier may use a high copy in memory, as in a chat (DyMoE 4.4.2).
+    Otherwise each expert is computed in exactly the tier that the policy chose.
+    - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of the
+    virtual store, for policies that depend on residency. None means measured.
+    - uniform, calib: for studies, the uniform types or files to compare with, and the text to
+    calibrate them on.
     """
 
     text: Path | None = None
@@ -109,44 +118,47 @@ class EvalOptions:
 
     @property
     def text_tokens(self) -> int | None:
-        """How many tokens of the text are looked at, None for all."""
+        """Number of tokens of the text that are read; None for all."""
         return needed_tokens(self.tokens, self.window, self.prompt_tokens)
 
     def windows(self, evaluator: Evaluator, documents: Sequence[Document]) -> list[Window]:
-        """What is judged of the text. Raises ConfigError where that is too little."""
+        """Cut the documents into windows. Raises ConfigError if they have too few tokens."""
         length, prompt = min(self.window, evaluator.n_ctx), self.prompt_tokens
         windows = windows_of(evaluator.tokenize, documents, length, self.tokens, prompt)
         scored = sum(window.n_scored for window in windows)
         if scored < LEAST_TOKENS:
-            behind = f" behind prompts of {prompt} tokens" if prompt else ""
+            after = f" after prompts of {prompt} tokens" if prompt else ""
             raise ConfigError(
-                f"{self.text}: {scored} tokens{behind} are too few to judge by, {LEAST_TOKENS} are "
-                f"the least: give more text{', or lower --prompt-tokens' if prompt else ''}"
+                f"{self.text}: {scored} tokens{after} are too few, the minimum is "
+                f"{LEAST_TOKENS}: use more text{', or a smaller --prompt-tokens' if prompt else ''}"
             )
         return windows
 
     def check(self) -> None:
-        """Raises ConfigError for what does not go together."""
+        """Raise ConfigError for options that contradict each other."""
         if self.text is None and self.choices is None:
-            raise ConfigError("nothing to judge on: give --text FILE or --choices FILE.jsonl")
+            raise ConfigError("there is nothing to evaluate: give --text FILE or --choices FILE")
         if self.kl and self.text is None:
-            raise ConfigError("--kl compares on a text: give --text FILE")
+            raise ConfigError("--kl needs a text: give --text FILE")
         if self.kl_from is not None and not self.kl:
-            raise ConfigError("--kl-from says what --kl counts from: add --kl, or leave it out")
+            raise ConfigError("--kl-from has no effect without --kl: add --kl, or remove --kl-from")
         if self.window < LEAST_WINDOW:
-            raise ConfigError(f"--window must be {LEAST_WINDOW} or more, not {self.window}")
+            raise ConfigError(f"--window must be at least {LEAST_WINDOW}, not {self.window}")
         if self.prompt_tokens is not None and self.prefill:
-            raise ConfigError("--prefill reads everything as prompts: leave out --prompt-tokens")
+            raise ConfigError("--prefill reads all tokens as prompts: remove --prompt-tokens")
         if (self.prompt_tokens or 0) >= self.window:
             raise ConfigError(
-                f"--prompt-tokens {self.prompt_tokens} leaves nothing of a window of "
-                f"{self.window} tokens: lower it, or raise --window"
+                f"--prompt-tokens {self.prompt_tokens} must be smaller than --window "
+                f"{self.window}: decrease it, or increase --window"
             )
 
 
 def eval_config(config: Config, options: EvalOptions) -> Config:
-    """Return the config of an evaluation: logits of every token, experts in exactly their tiers,
-    and a fixed number of threads, so that the result does not depend on the load."""
+    """Return the configuration of an evaluation.
+
+    It computes the logits of all tokens and uses experts in exactly their tiers unless `reuse` is
+    set. The number of threads is fixed, so that the result does not depend on the machine's load.
+    """
     return config.with_changes(
         threads=config.n_threads,
         logits_all=True,
@@ -158,9 +170,12 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """The same model in its best tier alone, with keys and values in their usual type. The cap on
-    memory stays: with few slots the model is slower and says the same. A cap on slots alone is left
-    out, since it is for the policy that is judged."""
+    """Return the configuration of the same model in tier `best` only, with the default KV cache
+    type.
+
+    The cap on memory stays: fewer slots make the model slower but do not change its output. A cap
+    on the expert slots alone is removed, because it belongs to the evaluated policy.
+    """
     return config.compared(
         policy=BASELINE,
         high_tier=best,
@@ -173,13 +188,13 @@ def best_config(config: Config, best: str) -> Config:
 
 
 def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str, Any]:
-    """Judges one configuration; the result is fit for JSON and for render.
+    """Evaluate one configuration. Returns a dict for JSON and for `render`.
 
-    Raises MoeEdgeError in one of its forms for a text, questions or settings that do not work.
+    Raises MoeEdgeError for a text, questions or settings that cannot be used.
     """
     options.check()
     if options.uniform is not None or options.calib is not None:
-        raise ConfigError("--uniform and --calib are for --study memory and equal")
+        raise ConfigError("--uniform and --calib need --study memory or --study equal")
     documents = read_documents(options.text, options.text_tokens) if options.text else []
     questions = read_questions(options.choices) if options.choices else []
     config = eval_config(config, options)
@@ -189,7 +204,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
     with ExitStack() as stack:
         against = None
         if options.kl:
-            # Closed before the judged model is loaded: two models would not fit the memory.
+            # Closed before the evaluated model is loaded: memory may not hold two models.
             with (
                 Runtime.open(best_config(config, best), report) as runtime,
                 runtime.evaluator() as evaluator,
@@ -219,7 +234,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
         phase = Phase.PREFILL if options.prefill else Phase.DECODE
         losses = None
         if inside.managed:
-            # Foresees, from here on, what is lost against this tier.
+            # Estimates the quality loss relative to this tier from here on.
             estimate = inside.losses.estimate(evaluator.plan.tier_names, best)
             losses = LossMeter(estimate, evaluator.config.exact_tiers) if estimate else None
             inside.driver.meter = losses
@@ -249,7 +264,7 @@ def evaluate(config: Config, options: EvalOptions, report: Progress) -> dict[str
 def read_reference(
     evaluator: Evaluator, windows: list[Window], prefill: bool, progress: Callable[[float], None]
 ) -> Reference:
-    """Return what a model says to the windows. The caller closes it."""
+    """Return the log-probabilities that a model assigns to the windows. The caller closes them."""
     n_vocab = evaluator.eval(windows[0].tokens[:1], 0).shape[-1]
     reference = Reference(sum(window.n_scored for window in windows), n_vocab)
     try:
@@ -261,7 +276,9 @@ def read_reference(
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
-    """Figures of one pass over the text. best: the name of the tier it was compared with."""
+    """Return the metrics of one pass over the text. `best` names the tier that it was compared
+    with.
+    """
     result: dict[str, Any] = {
         "tokens": len(scores.nll),
         "perplexity": pair(scores.perplexity),
@@ -275,7 +292,7 @@ def text_report(scores: TextScores, best: str) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result of run.evaluate, one figure a line."""
+    """Format the result of `evaluate`, with one metric per line."""
     decode = result["form"] == "decode"
     lines = [f"{result['model']}, {result['mode']}"]
 
@@ -284,11 +301,11 @@ def render(result: dict[str, Any]) -> str:
 
     if (text := result.get("text")) is not None:
         prompt = result["prompt_tokens"]
-        behind = f" behind prompts of {prompt} tokens or more" if prompt else ""
-        how = "each token decided on its own" if decode else "read as prompts"
+        after = f" after prompts of at least {prompt} tokens" if prompt else ""
+        how = "one decode step per token" if decode else "read as prompts"
         if "kl" in text:
             add(f"KL from {text['best_tier']}", with_error(text["kl"], 5), "nats")
-        note = f"{text['tokens']} tokens, {how}{behind}, windows of {result['window']}"
+        note = f"{text['tokens']} tokens, {how}{after}, windows of {result['window']}"
         add("perplexity", with_error(text["perplexity"]), note)
         for name, value in text["domains"].items():
             add(f"  {name}", with_error(value))
@@ -299,9 +316,9 @@ def render(result: dict[str, Any]) -> str:
         add("acc, acc_norm", scores, f"{choices['questions']} questions")
     if (usage := result["usage"]) is not None:
         if (lost := usage["kl_estimate"]) is not None:
-            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "by the loss table")
+            add("KL estimated", f"{usage['kl_low']:.5f} to {lost:.5f}", "from the loss table")
         if usage["limit_halved"]:
-            note = "the text is unlike those of the loss table"
+            note = "the text is unlike the loss table's texts"
             add("limit halved", f"{100 * usage['limit_halved']:.0f} % of the tokens", note)
         asked = {key: usage[key] for key in ("high", "low", "skip") if usage[key] is not None}
         add("experts asked", ", ".join(f"{100 * part:.1f} % {key}" for key, part in asked.items()))
@@ -322,12 +339,12 @@ def render(result: dict[str, Any]) -> str:
 
 
 def with_error(pair: Sequence[float | None], digits: int = 3) -> str:
-    """A value with its standard error, as "12.345 +- 0.210"."""
+    """Format a value and its standard error, for example "12.345 +- 0.210"."""
     value, error = pair
     shown = "?" if value is None else f"{value:.{digits}f}"
     return shown if error is None else f"{shown} +- {error:.{digits}f}"
 
 
 def share_with_error(pair: Sequence[float | None], digits: int = 1) -> str:
-    """A share with its standard error in per cent."""
+    """Format a fraction and its standard error in percent."""
     return f"{with_error([None if x is None else 100 * x for x in pair], digits)} %"

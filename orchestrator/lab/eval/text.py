@@ -1,4 +1,4 @@
-"""What to judge on: documents of a file, cut into windows of tokens."""
+"""Texts to evaluate on: documents read from a file and cut into windows of tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from typing import Any, TextIO
 from gguf_tools.file.texts import open_regular
 from orchestrator.errors import ConfigError
 
-# No text has so many characters to a token, so that no more of it is read for so many tokens.
+# Upper bound of the characters per token; limits how much of a file is read for n tokens.
 TOKEN_CHARACTERS = 64
-# Tokens that stand so far before the place where a text was cut do not depend on the cut.
+# Tokens this far before the place where a text was cut do not depend on the cut.
 _CUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, read on its own. context stands before it and is not scored. domain: what it
-    is called in the report, "" for nothing."""
+    """One text, evaluated independently of others.
+
+    `context` precedes it and is not scored. `domain` is its label in the report, or "".
+    """
 
     text: str
     context: str = ""
@@ -32,8 +34,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens that are judged in one context: those from number `first` on, 1 at least, are
-    predicted and scored. prompt: those before are read as a prompt."""
+    """Tokens evaluated in one context. The tokens from index `first` (>= 1) on are scored.
+
+    With prompt=True, the tokens before `first` are read as a prompt.
+    """
 
     tokens: list[int]
     first: int
@@ -45,15 +49,15 @@ class Window:
         return len(self.tokens) - self.first
 
 
-# What turns text into tokens, the begin token that the model wants first.
+# Tokenizes a text. The result begins with the BOS token if the model uses one.
 Tokenize = Callable[[str], list[int]]
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open a text file without its byte order mark; an .xz file is unpacked.
+    """Open a text file, skipping its byte order mark. An .xz file is decompressed.
 
-    Raises ConfigError or TextFileError, also for what reading it raises.
+    Raises ConfigError or TextFileError, also for errors while the caller reads.
     """
     try:
         with open_regular(path) as file:
@@ -69,14 +73,16 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 def read_text(path: Path, n_tokens: int | None = None) -> str:
-    """A text file, an .xz one unpacked: as much as so many tokens can have, None for all. Raises
-    ConfigError."""
+    """Read a text file; an .xz file is decompressed. Raises ConfigError.
+
+    Reads only as many characters as `n_tokens` tokens can have; None reads all.
+    """
     with _opened(path) as file:
         return file.read(-1 if n_tokens is None else TOKEN_CHARACTERS * n_tokens)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, record) of each line that is not blank. Raises ConfigError."""
+    """Yield (line number, record) for each line that is not blank. Raises ConfigError."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -91,8 +97,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> int | None:
-    """How many tokens of a text give so many that are scored, in windows of that length of which
-    the first `prompt` are not; None for all."""
+    """Return how many tokens of a text are needed to score `limit` tokens; None for all.
+
+    Windows have `length` tokens, of which the first `prompt` are not scored.
+    """
     if limit is None:
         return None
     scored = max(1, length - max(1, prompt or 0))
@@ -100,9 +108,12 @@ def needed_tokens(limit: int | None, length: int, prompt: int | None = None) -> 
 
 
 def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
-    """A plain text is one document; of JSON lines, each record's "text" is one, with an
-    optional "context" before it and an optional "domain". As many of them as so many tokens can
-    have, None for all. Raises ConfigError where there is no text."""
+    """Read the documents of a file. Raises ConfigError if it has no text.
+
+    A plain text file is one document. In a file of JSON lines, the "text" of each record is one,
+    with an optional "context" before it and an optional "domain". Reading stops after as many
+    characters as `n_tokens` tokens can have; None reads all.
+    """
     name = path.stem if path.suffix == ".xz" else path.name
     if not name.endswith((".jsonl", ".ndjson")):
         documents = [Document(read_text(path, n_tokens))]
@@ -113,8 +124,8 @@ def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
             fields = [record.get("text"), record.get("context", ""), record.get("domain", "")]
             if not all(isinstance(each, str) for each in fields):
                 raise ConfigError(
-                    f'{path} line {number}: "text", and "context" and "domain" where they are '
-                    f"given, must be strings"
+                    f'{path} line {number}: "text" and the optional "context" and "domain" '
+                    f"must be strings"
                 )
             documents.append(Document(*fields))
             if left is not None:
@@ -122,7 +133,7 @@ def read_documents(path: Path, n_tokens: int | None = None) -> list[Document]:
                 if left <= 0:
                     break
     if not any(each.text.strip() for each in documents):
-        raise ConfigError(f"{path} holds no text: give a file with text, or JSON lines with it")
+        raise ConfigError(f'{path} holds no text: give a text file, or JSON lines with a "text"')
     return documents
 
 
@@ -133,9 +144,12 @@ def windows_of(
     limit: int | None,
     prompt: int | None = None,
 ) -> list[Window]:
-    """Windows of at most length tokens, each within one document and, where the model wants a
-    begin token, behind one. At most limit tokens are scored. prompt: of each window the first so
-    many tokens at least, and the document's context, are read as a prompt; None for no prompts."""
+    """Cut documents into windows of at most `length` tokens, each from one document.
+
+    Each window begins with the BOS token if the model uses one. At most `limit` tokens are scored.
+    At least the first `prompt` tokens of each window, and the document's context, are read as a
+    prompt; None disables prompts.
+    """
     begin = tokenize("")
     size = length - len(begin)
     left = limit
@@ -161,8 +175,10 @@ def windows_of(
 
 
 def _tokens(tokenize: Tokenize, text: str, most: int | None) -> list[int]:
-    """The tokens of a text, so many at least where there are as many. A long text is not taken
-    apart as a whole: its tokens take more memory than it does."""
+    """Return at least the first `most` tokens of a text, or all if it has fewer.
+
+    A long text is tokenized only in part, because its tokens need more memory than the text.
+    """
     n = len(text) if most is None else 8 * most
     while True:
         tokens = tokenize(text[:n])

@@ -1,9 +1,8 @@
-"""Residency in virtual time, for policies that decide by what is in memory: the model computes, and
-a simulated store says what the disk would have read by then.
+"""A simulated expert store in virtual time, for policies whose decisions depend on residency.
 
-So a result depends on the speed of a disk that is stated, and not on this one's or on who else uses
-it. Real experts come from wherever they are, and every one is computed in the tier that was decided
-for it in virtual time.
+The model computes as usual, while the simulated store tracks which experts a disk of a stated speed
+would have read by then. The result therefore does not depend on the speed or the load of this
+machine's disk. The real store supplies each expert in the tier that was chosen in virtual time.
 """
 
 from __future__ import annotations
@@ -22,14 +21,17 @@ from orchestrator.native import CStats, Store
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.evaluator import Evaluator
 
-# Decode steps from which computing is measured, the first one left out.
+# Decode steps used to measure compute time. The first one is discarded.
 _STEPS = 9
-# The part of a layer's computing that is outside its experts.
+# The fraction of a layer's compute time that is spent outside its experts.
 _DENSE_SHARE = 0.5
 
 
 def _computing_us(evaluator: Evaluator) -> float:
-    """The median of some decode steps without their waits; the conversation is lost."""
+    """Return the median compute time of a decode step, without I/O waits, in microseconds.
+
+    Clears the KV cache.
+    """
     token = evaluator.tokenize("a")[-1:]
     found = []
     evaluator.reset()
@@ -43,9 +45,9 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Lets the policy of a model decide by what a store in virtual time holds, until it is closed.
+    """Makes a model's policy decide by the contents of a simulated store, until it is closed.
 
-    step_us: virtual microseconds of each decode step.
+    step_us holds the virtual duration of each decode step, in microseconds.
     """
 
     def __init__(
@@ -55,7 +57,11 @@ class VirtualStore(Closing):
         latency_us: int | None,
         compute_ms: float | None,
     ) -> None:
-        """None is measured: of the disk by reading this very file, of computing on this machine."""
+        """Attach to an evaluator.
+
+        A speed of None is measured: bandwidth and latency by reading the model file, compute time
+        by decoding on this machine.
+        """
         if bandwidth is None or latency_us is None:
             disk = measured(evaluator.inside)
             bandwidth = bandwidth or disk.bytes_per_s
@@ -76,17 +82,17 @@ class VirtualStore(Closing):
         real.set_step_done(self.on_step)
 
     def close(self) -> None:
-        """Let the policy decide by its own store again."""
+        """Make the policy decide by the real store again."""
         self._inside.driver.set_route()
         self._inside.store.set_step_done(self._inside.driver.step_done)
         self._store.close()
 
     def stats(self) -> CStats:
-        """The counters of the simulated store."""
+        """Return the counters of the simulated store."""
         return self._store.stats()
 
     def as_dict(self) -> dict[str, float | None]:
-        """What the time was, and the mean of the decode steps in it."""
+        """Return the speeds used and the mean virtual duration of the decode steps."""
         mean_us = float(np.mean(self.step_us)) if self.step_us else None
         return {
             "bandwidth": self._speed.bytes_per_s,
@@ -96,14 +102,14 @@ class VirtualStore(Closing):
         }
 
     def _decide(self, event: RouteEvent) -> None:
-        """In virtual time: the policy decides, and a better copy in memory is used."""
+        """Run the policy in virtual time. A request is served by a better copy if one is in memory."""
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array
         resident = self._store.view.resident_array[event.layer]
         self._tiers[:] = served(tiers, resident)
 
     def on_route(self, event: RouteEvent) -> None:
-        """In real time: plays the layer, and hands the same decision to the real store."""
+        """Simulate one layer, and apply the same decision to the real store."""
         clock, shadow, inside = self._clock, self._store, self._inside
         if event.step != self._step:
             self._step, self._start_ns = event.step, clock.now_ns
@@ -130,7 +136,7 @@ class VirtualStore(Closing):
         clock.compute(event.layer, experts, ns, _DENSE_SHARE, len(experts))
 
     def on_step(self, step: ComputedStep) -> None:
-        """The policy learns of the step as it was in virtual time."""
+        """Report the step to the policy with its virtual duration."""
         us = (self._clock.now_ns - self._start_ns) / 1000
         if step.phase is Phase.DECODE:
             self.step_us.append(us)

@@ -1,4 +1,4 @@
-"""Recorded routing, and the same policies and cache over it without a model."""
+"""Routing traces, and replays of policies and the expert cache over a trace without a model."""
 
 from orchestrator.lab.replay.file import read_trace, write_trace
 from orchestrator.lab.replay.report import ReplayOptions, render, replay

@@ -1,5 +1,6 @@
-"""What a run came to, recorded or replayed; and what no cache can beat: Belady's optimum, and the
-shortest time that its misses allow."""
+"""Metrics of a recorded or replayed run, and bounds: Belady's optimum and the shortest possible
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Figures = dict[str, Any]
 
 
 def recorded_figures(trace: Trace) -> Figures:
-    """What the recorded run came to, in the form of a replay's figures."""
+    """Return the metrics of the recorded run, in the form of a replay's."""
     phases = trace.arrays["step_phase"]
     return figures(
         trace.header.in_use,
@@ -32,7 +33,7 @@ def recorded_figures(trace: Trace) -> Figures:
 
 
 def counted(stats: CStats) -> np.ndarray:
-    """int64 [2, len(COUNTERS)]: what both a store and its replay count, by phase."""
+    """Return the counters that a store and a trace share, int64 [2, len(COUNTERS)], by phase."""
     rows = np.zeros((len(Phase), len(COUNTERS)), np.int64)
     for phase in Phase:
         moved = (getattr(stats, name)[phase] for name in MOVED)
@@ -48,8 +49,12 @@ def figures(
     phases: np.ndarray,
     step_ms: np.ndarray,
 ) -> Figures:
-    """tiers: names of those in use, best first; skip: experts may be skipped. counters
-    [2, len(COUNTERS)] and wait_ms by phase; phases [S] and step_ms [S] by step."""
+    """Return the metrics of a run.
+
+    - tiers: names of the tiers in use, best first. skip: whether experts may be skipped.
+    - counters [2, len(COUNTERS)] and wait_ms: by phase.
+    - phases [S] and step_ms [S]: by step.
+    """
     found: Figures = {}
     for phase in Phase:
         count = dict(zip(COUNTERS, counters[phase].tolist(), strict=True))
@@ -75,7 +80,7 @@ def figures(
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole; None of nothing."""
+    """Return part / whole, or None if whole is 0."""
     return part / whole if whole else None
 
 
@@ -83,19 +88,20 @@ Expert = tuple[int, int]  # (layer, expert)
 
 
 def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[str, list[int]]:
-    """Most hits that any cache of one precision can have with as many slots: at every event
-    it keeps, of what it holds and what it is asked for, the experts that are asked for again
-    soonest. Exact, since that keeps the most of the intervals between two uses of an expert
-    (the largest subset of intervals of which no point lies in more than C).
+    """Return the maximum number of hits of any cache with one precision and the same slots.
 
-    Assumptions, all in favour of the optimum: the whole trace is known; the slots of one
-    matrix kind and slot size are one pool, whatever groups the plan makes of them; what an
-    event has used may be dropped at once, and its own loads need no slots beside what is
-    kept. So it bounds lru and every policy of one precision and the same slots that loads on
-    demand, and its misses the reads of one that prefetches too.
+    The optimum keeps the experts whose next use is soonest, among those in the cache and those just
+    requested. This is exact, because it keeps the largest set of intervals between two uses of an
+    expert such that no point in time lies in more than C of them.
 
-    tier: of the trace's model, that shape and plan have as their tier 0. Returns requests and hits
-    of matrices, and the slice bytes of the misses, each by phase.
+    All assumptions favor the optimum. It knows the whole trace. The slots of one matrix kind and
+    slot size form one pool, even if the plan groups them differently. An expert may be evicted
+    right after its use, and an event's own loads need no additional slots. The result is therefore
+    a bound for lru and for every policy with one precision and the same slots that loads on demand.
+    Its misses are also a bound for the reads of a policy that prefetches.
+
+    `tier` is the tier of the trace's model that is tier 0 of `shape` and `plan`. Returns the
+    requests, hits and missed bytes of the matrices, each by phase.
     """
     totals = np.zeros((3, len(Phase)), np.int64)
     pools: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # (kind, bytes): groups, layers
@@ -115,7 +121,7 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
     for (kind, _), (groups, layers) in pools.items():
         capacity = sum(plan.groups[group].n_slots for group in groups)
         same = capacity, frozenset(layers)
-        if same not in known:  # the kinds of a model mostly go alike
+        if same not in known:  # the kinds of a model usually have equal pools
             known[same] = fewest_misses([each for each in events if each[1] in layers], capacity)
         for phase, layer, n_asked, n_hits in known[same]:
             piece = slices[layer][kind][tier]
@@ -127,14 +133,14 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
 def fewest_misses(
     events: list[tuple[Phase, int, list[int]]], capacity: int
 ) -> list[tuple[Phase, int, int, int]]:
-    """(phase, layer, requests, hits) of each event of one pool with so many slots."""
+    """Return (phase, layer, requests, hits) of each event in one pool with `capacity` slots."""
     uses: dict[Expert, list[int]] = {}
     for when, (_, layer, ids) in enumerate(events):
         for expert in ids:
             uses.setdefault((layer, expert), []).append(when)
     place = dict.fromkeys(uses, 0)
-    kept: dict[Expert, int] = {}  # when it is asked for next
-    latest: list[tuple[int, Expert]] = []  # heap of (-next use, expert), stale ones included
+    kept: dict[Expert, int] = {}  # the event of its next use
+    latest: list[tuple[int, Expert]] = []  # heap of (-next use, expert) with outdated entries
     found = []
     for phase, layer, ids in events:
         hits = 0

@@ -1,4 +1,4 @@
-"""The trace file: written whole, and read with every array checked against the others."""
+"""Trace files: written atomically, and read with full validation."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from orchestrator.lab.replay.trace import (
 from orchestrator.native import MAX_AHEAD
 from orchestrator.policy import policy_class
 
-# How much larger than its file a trace may be: routing weights hardly compress.
+# Maximum size of an unpacked trace: a constant plus a multiple of the file. Routing weights hardly
+# compress, so a larger ratio is a sign of damage.
 _UNPACKED_LEAST, _UNPACKED_MOST = 1 << 24, 64
 
 
 def check_trace_target(path: Path) -> None:
-    """Raises TraceError where no trace can be written, before a long run finds out."""
+    """Raise TraceError if no trace can be written to this path. Called before a long run."""
     try:
         files.check_target(path)
     except OSError as error:
@@ -46,7 +47,7 @@ def check_trace_target(path: Path) -> None:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Writes the file under a temporary name and renames it. Raises TraceError."""
+    """Write the file under a temporary name, then rename it. Raises TraceError."""
     header = json.dumps({"format": FORMAT, **asdict(trace.header)}).encode()
     arrays: dict[str, Any] = {"header": np.frombuffer(header, np.uint8), **trace.arrays}
     try:
@@ -57,7 +58,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """The recording in a file, checked throughout. Raises TraceError in one sentence."""
+    """Read and validate a trace file. Raises TraceError with a one-sentence message."""
     try:
         arrays = _load(path)
         header = _header(arrays.pop("header"))
@@ -74,7 +75,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _Wrong(Exception):
-    """What is wrong with a file, without its name."""
+    """A problem in a trace file. The message does not include the file's name."""
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
@@ -84,7 +85,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
     )
     with open_file(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise _Wrong("not a trace: `moe-edge trace` writes .npz files")
+            raise _Wrong("not a trace: a trace is a .npz file written by `moe-edge trace`")
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as npz:
@@ -93,7 +94,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
                     raise _Wrong("a .npz file, but not a trace: it has no header")
                 unpacked = sum(member.file_size for member in npz.zip.infolist())
                 if unpacked > _UNPACKED_LEAST + _UNPACKED_MOST * path.stat().st_size:
-                    raise _Wrong(f"damaged: it would unpack to {unpacked} bytes")
+                    raise _Wrong(f"damaged: its unpacked size of {unpacked} bytes is implausible")
                 for member in npz.zip.infolist():
                     _check_size(npz.zip, member)
                 return {name: npz[name] for name in sorted(names)}
@@ -102,7 +103,7 @@ def _load(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """That an array is no larger than what is there of it: numpy allocates first."""
+    """Check that an array's declared size is right before NumPy allocates memory for it."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = {
@@ -110,11 +111,11 @@ def _check_size(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             (2, 0): np.lib.format.read_array_header_2_0,
         }.get(version)
         if read is None:
-            raise _Wrong(f"damaged: {member.filename} is of an unknown version")
+            raise _Wrong(f"damaged: {member.filename} has an unknown .npy version")
         shape, _, dtype = read(file)
         nbytes = math.prod(shape) * dtype.itemsize
         if not dtype.hasobject and nbytes != member.file_size - file.tell():
-            raise _Wrong(f"damaged: {member.filename} is not of the size that it says")
+            raise _Wrong(f"damaged: {member.filename} does not have its declared size")
 
 
 def _header(array: np.ndarray) -> Header:
@@ -123,10 +124,10 @@ def _header(array: np.ndarray) -> Header:
     except (ValueError, TypeError, RecursionError) as error:
         raise _Wrong(f"the header is damaged: {error}") from error
     if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
-        raise _Wrong("a .npz file, but not a trace: its header says otherwise")
+        raise _Wrong("a .npz file, but not a trace: its header has another format")
     if raw.get("version") not in (8, VERSION):
         raise _Wrong(
-            f"a trace of version {raw.get('version')}; this moe-edge reads 8 and {VERSION}: record "
+            f"trace version {raw.get('version')} is not supported, only 8 and {VERSION}: record it "
             f"again"
         )
     known = {field.name for field in fields(Header)}
@@ -146,7 +147,7 @@ def _header(array: np.ndarray) -> Header:
 
 
 def _check_settings(policy: str, settings: dict[str, Any]) -> None:
-    """Settings of the policy that ran, against its own declarations."""
+    """Check the settings of the recorded policy against its declarations."""
     try:
         declared = policy_class(policy).Settings
         wanted = declared().as_dict()
@@ -158,8 +159,7 @@ def _check_settings(policy: str, settings: dict[str, Any]) -> None:
         raise _Wrong(f"the header is damaged: {error}") from error
 
 
-# What the header's fields may be beside their types: numbers, and the lengths of lists with what
-# is in them.
+# Ranges of the header's numbers (also of those in lists), and maximum lengths of its lists.
 _NUMBERS: dict[str, tuple[float, float]] = {
     "n_expert": (1, 65535),
     "n_expert_used": (1, 65535),
@@ -175,7 +175,7 @@ _LENGTHS = {"layer_ids": 4096, "tiers": MAX_TIERS, "files": 1024, "in_use": MAX_
 
 
 def _fits(name: str, value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a field's type, and within its numbers."""
+    """Return whether a JSON value has a field's type, range and length."""
     if hint is Rules:
         known = {field.name for field in fields(Rules)}
         return isinstance(value, dict) and set(value) == known and _all(name, value.values(), bool)
@@ -195,7 +195,7 @@ def _all(name: str, values: Iterable[Any], hint: Any) -> bool:
 
 
 def _check(trace: Trace) -> None:
-    """Every array against its type, the others and the header."""
+    """Check each array against its type, the other arrays and the header."""
     a, header = trace.arrays, trace.header
     if set(a) != set(ARRAYS):
         raise _Wrong(f"arrays missing or unknown: {', '.join(sorted(set(a) ^ set(ARRAYS)))}")
@@ -203,22 +203,24 @@ def _check(trace: Trace) -> None:
         if a[name].dtype != kind or a[name].ndim != len(shape):
             raise _Wrong(f"{name} is {a[name].dtype} in {a[name].ndim} dimensions")
     if header.n_expert_used > header.n_expert:
-        raise _Wrong(f"{header.n_expert_used} of {header.n_expert} experts a token")
-    for name in ("event_ahead", "event_scored"):  # lengths are products of these
+        raise _Wrong(
+            f"{header.n_expert_used} experts per token, but only {header.n_expert} experts"
+        )
+    for name in ("event_ahead", "event_scored"):  # factors of the other lengths
         _check_shape(name, a[name], {"E": len(a["event_tokens"])})
     lengths = trace.lengths()
     for name in ARRAYS:
         _check_shape(name, a[name], lengths)
     if lengths["S"] == 0 or lengths["E"] == 0:
-        raise _Wrong("it holds no step")
+        raise _Wrong("it has no steps")
     _check_ranges(trace)
     _check_slices(trace)
     _check_events(trace)
     for name in ("marks", "restored"):
         if (np.diff(a[name][:, 0]) < 0).any():
-            raise _Wrong(f"{name}: not in the order of the steps")
+            raise _Wrong(f"{name}: not sorted by step")
     if a["restored"][:, 2].sum(dtype=np.int64) != len(a["restored_use"]):
-        raise _Wrong("restored: not of the size of restored_use")
+        raise _Wrong("restored: its sizes do not add up to that of restored_use")
 
 
 def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> None:
@@ -228,12 +230,12 @@ def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> No
 
 
 _FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
-# Months.
+# About 104 days.
 _LONG_NS = 2**53
 
 
 def _check_ranges(trace: Trace) -> None:
-    """The values of every array, and of those with columns of each column."""
+    """Check the range of each array's values, by column if it has columns."""
     n_steps, n_layers, n_expert = len(trace.arrays["step_phase"]), trace.n_layers, trace.n_expert
     n_files, most = len(trace.header.files), 2**31 - 1
     step, anything = (0, n_steps - 1), (-most - 1, most)
@@ -282,22 +284,22 @@ def _check_slices(trace: Trace) -> None:
 
 
 def _check_events(trace: Trace) -> None:
-    """The order of route events, and each one against its step."""
+    """Check the order of the route events, and each event against its step."""
     a = trace.arrays
     step, layer = a["event_step"], a["event_layer"].astype(int)
     if (
         not np.array_equal(np.unique(step), np.arange(len(a["step_phase"])))
         or ((np.diff(step) < 0) | (np.diff(step) == 0) & (np.diff(layer) <= 0)).any()
     ):
-        raise _Wrong("its events are not in the order of their steps and layers")
+        raise _Wrong("its events are not sorted by step and layer")
     if (a["event_ahead"] > np.minimum(MAX_AHEAD, trace.n_layers - 1 - layer)).any():
         raise _Wrong("an event looks ahead beyond the last layer")
     if (a["event_tokens"] > a["step_tokens"][step]).any():
         raise _Wrong("an event has more tokens than its step")
     if (a["phases"] < np.repeat(a["step_phase"][step], a["event_tokens"])).any():
-        raise _Wrong("phases: a token is a prompt's in a step without one")
+        raise _Wrong("phases: a decode step has a prefill token")
     for name, scores in (("ids", "weights"), ("ahead_ids", "ahead_scores")):
-        # behind what a layer uses, the first one comes again without a score
+        # After the experts in use, a row is filled with its first expert and score 0.
         ids, columns = a[name].astype(int), np.arange(a[name].shape[1])
         ids[(ids == ids[:, :1]) & (a[scores] == 0) & (columns > 0)] = -1
         ids = np.where(ids < 0, -1 - columns, ids)

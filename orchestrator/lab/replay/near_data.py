@@ -1,8 +1,8 @@
-"""`moe-edge replay --near-data`: strategies on a model of a GPU and a CXL memory that computes (the
-near-data paper, section 5), in virtual time.
+"""`moe-edge replay --near-data`: strategies on a simulated GPU with near-data CXL memory.
 
-The routing comes from a trace, whose layers are tiled to the shape of a large model, or from random
-numbers with a given skew and likeness. Times are in milliseconds; one sequence decodes.
+The memory computes experts next to its DRAM (the near-data paper, section 5). Times are virtual, in
+milliseconds, and one sequence decodes. The routing comes from a trace, whose layers are tiled to
+the shape of a large model, or is random with a given skew and similarity.
 
 One constant is fitted: `PaperModel.fitted_migrations`, the number of experts that MoNDE moves for
 each token. The paper does not state this rate, so it was chosen such that the speed-ups over MoNDE
@@ -30,8 +30,8 @@ from orchestrator.settings import setting
 
 FULL_BITS = 16
 _MATRICES = 3  # gate, up and down
-# From the paper's Table 2: the bandwidth inside the near-data memory and its multiply-accumulates
-# per second at 16 bits (64 arrays of 4 x 4 at 1 GHz); the GPU's peak and the size of its memory.
+# From the paper's Table 2: bandwidth inside the near-data memory; its multiply-accumulates per
+# second at 16 bits (64 arrays of 4 x 4 at 1 GHz); peak FLOPS and memory size of the GPU.
 NEAR_BYTES_PER_S, NEAR_MACS_PER_S = 512e9, 64 * 4**2 * 1e9
 GPU_FLOPS, GPU_BYTES = 989.4e12, 80e9
 # Our choices, because the paper states no value: the bandwidth of the GPU's memory (an H100's data
@@ -42,15 +42,15 @@ GPU_BYTES_PER_S = 3350e9
 LINK_BYTES_PER_S, LINK_US = 25e9, 2.0
 # Widths of the near-data memory's replicas (section 4.2).
 NEAR_BITS = (4, 3, 2, 1)
-# Bits of a token's experts on demand, by the rank of their gate, the last one for all behind it.
-# HOBBIT has the first expert of a token in full and the others at 4 bits.
+# Bits of a token's experts by the rank of their gate weight; the last value also applies to all
+# later ranks. HOBBIT loads the first expert of a token in 16 bits and the others in 4 bits.
 GPU_LRU_BITS, HOBBIT_BITS = (FULL_BITS,), (FULL_BITS, 4)
-# Tokens of the prompt and of the answer that end-to-end times are for.
+# Prompt and answer lengths of the end-to-end times, in tokens.
 LENGTHS = ((128, 512), (512, 512), (512, 2048))
 
-# Generated routing: how many sequences, and tokens of each prompt and of each answer; the exponent
-# of the experts' popularity by rank; the cosine between the popularity in a prompt and in the mean
-# of all prompts, and in its answer, as in the paper's Figure 4.
+# Generated routing: number of sequences; tokens per prompt and per answer; exponent of the experts'
+# popularity by rank; cosine similarity of the popularity in a prompt to the mean of all prompts and
+# to that in its answer (the paper's Figure 4).
 N_SEQUENCES, N_TOKENS = 8, 128
 SKEW = 0.6
 PROMPTS_COSINE, ANSWER_COSINE = 0.85, 0.89
@@ -60,18 +60,20 @@ GPU_LRU, HOBBIT = "gpu-lru", "hobbit"
 
 
 def link_ms(n_bytes: float) -> float:
-    """Bytes over the link, without its latency."""
+    """Return the transfer time over the link in milliseconds, without its latency."""
     return 1e3 * n_bytes / LINK_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """A model of the paper's Table 1, and the time of its parts on the machine.
+    """A model of the paper's Table 1, with the times of its parts on the simulated machine.
 
-    kv_width: width of one token's keys, and of its values; it is the model's, not in the paper.
-    other_weights: number of weights outside the experts. n_hot: hot experts per layer (section
-    5.1). fitted_migrations: experts that MoNDE moves over the link for each token, chosen such
-    that the speed-ups over MoNDE come close to the paper's.
+    - kv_width: width of one token's keys, and of its values. It comes from the model, not from the
+    paper.
+    - other_weights: number of weights outside the experts.
+    - n_hot: hot experts per layer (section 5.1).
+    - fitted_migrations: experts that MoNDE moves over the link per token, chosen such that the
+    speed-ups over MoNDE come close to the paper's.
     """
 
     name: str
@@ -94,37 +96,39 @@ class PaperModel:
         return _MATRICES * self.hidden * self.ffn
 
     def expert_bytes(self, bits: float = FULL_BITS) -> float:
-        """Of one expert at so many bits a weight, scales left out."""
+        """Return the size of one expert at this many bits per weight, without scales."""
         return self.expert_weights * bits / 8
 
     @property
     def move_ms(self) -> float:
-        """One expert over the link."""
+        """Time to move one expert over the link, in milliseconds."""
         return link_ms(self.expert_bytes())
 
     @property
     def gpu_slots(self) -> float:
-        """Experts at 16 bits that the GPU's memory holds beside the other weights."""
+        """Number of 16-bit experts that fit in the GPU's memory next to the other weights."""
         return (GPU_BYTES - 2 * self.other_weights) / self.expert_bytes()
 
     def gpu_ms(self, n_tokens: float = 1, bits: float = FULL_BITS) -> float:
-        """One expert on the GPU for so many tokens: the slower of reading and multiplying."""
+        """Return the time of one expert on the GPU: the longer of reading and multiplying."""
         read = self.expert_bytes(bits) / GPU_BYTES_PER_S
         return 1e3 * max(read, 2 * n_tokens * self.expert_weights / GPU_FLOPS)
 
     def near_ms(self, bits: float = FULL_BITS, n_tokens: float = 1) -> float:
-        """Time to compute one expert in the near-data memory, with its weights in `bits` bits."""
+        """Return the time of one expert in the near-data memory, with weights of `bits` bits."""
         read = self.expert_bytes(bits) / NEAR_BYTES_PER_S
         macs_per_s = NEAR_MACS_PER_S * FULL_BITS / bits
         return 1e3 * max(read, n_tokens * self.expert_weights / macs_per_s)
 
     def trip_ms(self, n_tokens: float = 1) -> float:
-        """Activations to the near-data memory and back, FP16, once a layer."""
+        """Return the time to send FP16 activations to the near-data memory and back, per layer."""
         return 2 * (LINK_US / 1e3 + link_ms(2 * self.hidden * n_tokens))
 
     def dense_ms(self, n_tokens: float = 1) -> float:
-        """What a layer computes on the GPU besides experts: the weights of queries and output, keys
-        and values. Cached keys and values are left out."""
+        """Return the GPU time of a layer outside the experts: query, key, value and output weights.
+
+        Reads of the KV cache are ignored.
+        """
         weights = 2 * self.hidden * (self.hidden + self.kv_width)
         read, multiply = 2 * weights / GPU_BYTES_PER_S, 2 * n_tokens * weights / GPU_FLOPS
         return 1e3 * max(read, multiply)
@@ -132,11 +136,13 @@ class PaperModel:
     def prompt_layer_ms(
         self, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
     ) -> tuple[float, np.ndarray]:
-        """A layer of a prompt, and the experts that went through the GPU, bool [E].
+        """Return the time of a prompt's layer, and the experts that were streamed to the GPU, bool
+        [E].
 
-        tokens float64 [E]: of the prompt, by expert; on_gpu bool [E]. What is not on the GPU is
-        streamed there, over the link, or computed near its memory at 16 bits: those with the most
-        tokens are streamed, so many of them that both sides together end soonest.
+        `tokens` float64 [E] is the number of tokens per expert; on_gpu is bool [E]. An expert that
+        is not on the GPU is either streamed there over the link, or computed in the near-data
+        memory at 16 bits. Experts with the most tokens are streamed. Their number is chosen so that
+        both sides finish as early as possible.
         """
         gpu = sum(self.gpu_ms(n) for n in tokens[on_gpu] if n > 0)
         rest = [e for e in np.argsort(-tokens, kind="stable") if not on_gpu[e] and tokens[e] > 0]
@@ -164,21 +170,23 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class NearData(PlacementSettings):
-    """What is asked of a replay on near-data memory. Raises SettingError, and ConfigError for more
-    hot experts than there are or than the GPU holds."""
+    """Options of a near-data replay.
+
+    Raises SettingError, and ConfigError for more hot experts than the layer or the GPU can hold.
+    """
 
     shape: str = setting(
         "mixtral-8x7b", f"The model's shape: {' or '.join(SHAPES)}.", choices=tuple(SHAPES)
     )
     hot: int | None = setting(
-        None, "Hot experts of a layer, on the GPU.", within=(0, 65535), shown="as in the paper"
+        None, "Hot experts per layer, on the GPU.", within=(0, 65535), shown="as in the paper"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         model, most = self.model, int(self.model.gpu_slots / self.model.n_layers)
         if self.n_hot > model.n_expert:
-            raise ConfigError(f"--hot {self.n_hot}: {model.name} has {model.n_expert} a layer")
+            raise ConfigError(f"--hot {self.n_hot}: {model.name} has {model.n_expert} per layer")
         if self.n_hot > most:
             raise ConfigError(
                 f"--hot {self.n_hot}: the GPU's {GPU_BYTES / 1e9:g} GB hold at most {most} of each "
@@ -196,29 +204,37 @@ class NearData(PlacementSettings):
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One prompt and its answer. counts, gates: float64 [n_layers, n_expert], how often the prompt
-    used each expert, and the sums of its routing weights. ids: int64 [T, n_layers, k], experts of
-    the answer's tokens, -1 for none; the one with the largest gate comes first."""
+    """One prompt with its answer.
+
+    - counts: number of prompt tokens routed to each expert, float64 [n_layers, n_expert].
+    - gates: sum of the prompt's routing weights per expert, float64 [n_layers, n_expert].
+    - ids: experts of the answer's tokens, int64 [T, n_layers, k], ordered by gate weight; -1 for
+    none.
+    """
 
     counts: np.ndarray
     gates: np.ndarray
     ids: np.ndarray
 
     def decode_counts(self) -> np.ndarray:
-        """How often the answer used each expert, float64 [n_layers, n_expert]."""
+        """Return the number of answer tokens routed to each expert, float64 [n_layers,
+        n_expert].
+        """
         return _by_expert(self.ids, self.counts.shape)
 
 
 def _layers_of(ids: np.ndarray) -> np.ndarray:
-    """The layer of each of ids [T, n_layers, k]."""
+    """Return the layer index of each element of ids [T, n_layers, k]."""
     return np.broadcast_to(np.arange(ids.shape[1])[None, :, None], ids.shape)
 
 
 def _by_expert(
     ids: np.ndarray, size: tuple[int, ...], weights: np.ndarray | float = 1.0
 ) -> np.ndarray:
-    """Sums of weights [T, n_layers, k], or how often each expert was used, float64 [n_layers,
-    n_expert]; -1 is none."""
+    """Sum weights [T, n_layers, k] by expert, or count uses, as float64 [n_layers, n_expert].
+
+    An id of -1 is ignored.
+    """
     found = np.zeros(size)
     there = ids >= 0
     amounts = np.broadcast_to(weights, ids.shape)[there]
@@ -228,16 +244,21 @@ def _by_expert(
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Sequences one after the other, and what is known before the first one: usual, float64
-    [n_layers, n_expert], zeros for nothing. source: where they come from, for the report."""
+    """Consecutive sequences, and the usage known before the first one.
+
+    `usual` is float64 [n_layers, n_expert], zeros if unknown. `source` describes the origin for the
+    report.
+    """
 
     source: str
     sequences: list[Sequence]
     usual: np.ndarray
 
     def others(self, index: int) -> np.ndarray:
-        """What is known of the usual use without one sequence: the mean shares of the others'
-        answers, else the usual use."""
+        """Return the usage known without one sequence, float64 [n_layers, n_expert].
+
+        It is the mean usage in the answers of all other sequences, or `usual` if there are none.
+        """
         rest = [each for at, each in enumerate(self.sequences) if at != index]
         if not rest:
             return self.usual
@@ -246,8 +267,11 @@ class Routing:
 
 
 def generated(shape: PaperModel) -> Routing:
-    """Random routing for a shape: each layer of each sequence has a distribution of its own, and
-    its tokens choose different experts by it."""
+    """Generate random routing for a shape.
+
+    Each layer of each sequence has its own distribution, from which each token draws distinct
+    experts.
+    """
     random = np.random.default_rng(0)
     powers = np.arange(1, shape.n_expert + 1, dtype=np.float64) ** -SKEW
     popularity = powers / powers.sum()
@@ -269,8 +293,11 @@ def generated(shape: PaperModel) -> Routing:
 
 
 def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
-    """(1 - x) base + x other along the last axis, with the x at which the mean cosine with base is
-    the one wanted; `other` itself where even that is more alike."""
+    """Return (1 - x) base + x other along the last axis.
+
+    x is chosen so that the mean cosine similarity to `base` equals `wanted`. If even `other` is
+    more similar, it is returned.
+    """
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -282,8 +309,10 @@ def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
 def _choose(
     random: np.random.Generator, popularity: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For N_TOKENS tokens k different experts of each layer, drawn one after the other by
-    popularity [L, E], and routing weights that fall in this order: [N_TOKENS, L, k] both."""
+    """Draw k distinct experts of each layer for N_TOKENS tokens, with probabilities [L, E].
+
+    Returns the ids in the order drawn and falling routing weights, both [N_TOKENS, L, k].
+    """
     keys = np.log(popularity)[None] + random.gumbel(size=(N_TOKENS, *popularity.shape))
     ids = np.argsort(-keys, axis=2)[..., :k]
     raw = np.sort(random.gamma(1.0, size=ids.shape), axis=2)[..., ::-1]
@@ -291,19 +320,18 @@ def _choose(
 
 
 def from_trace(shape: PaperModel, trace: Trace) -> Routing:
-    """The routing of a trace, as a model of this shape.
+    """Return the routing of a trace, converted to a shape.
 
-    Layers are repeated until there are as many as the shape has. Where the trace has more experts,
-    neighbours are taken as one, whose weight is the sum of theirs, and a token keeps its best
-    n_expert_used. Raises ConfigError where experts cannot be shared out so, TraceError for a trace
-    without a prompt or without an answer.
+    Layers are repeated as often as needed. If the trace has more experts, neighboring experts are
+    merged and their weights added, and each token keeps its best n_expert_used. Raises ConfigError
+    if the experts cannot be divided evenly, TraceError if the trace has no prompt with an answer.
     """
     fold, rest = divmod(trace.n_expert, shape.n_expert)
     if rest or trace.n_expert_used < shape.n_expert_used:
         raise ConfigError(
             f"the trace routes to {trace.n_expert_used} of {trace.n_expert} experts, which cannot "
-            f"stand for {shape.n_expert_used} of {shape.n_expert} of {shape.name}: leave the trace "
-            f"out to generate the routing"
+            f"be mapped to {shape.n_expert_used} of {shape.n_expert} of {shape.name}: leave the "
+            f"trace out to generate the routing"
         )
     tiled = np.arange(shape.n_layers) % trace.n_layers
     sequences = []
@@ -328,9 +356,12 @@ def from_trace(shape: PaperModel, trace: Trace) -> Routing:
 def folded(
     ids: np.ndarray, weights: np.ndarray, fold: int, shape: PaperModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Experts [T, k] and weights of a trace as those of a shape: `fold` neighbours are one, and the
-    n_expert_used with the largest sums of weights stay, the largest first; -1 where a token has
-    fewer. [T, n_expert_used] both."""
+    """Merge each `fold` neighboring experts of a trace into one expert of a shape.
+
+    ids and weights are [T, k]. Each token keeps the n_expert_used experts with the largest summed
+    weights, largest first, and -1 if it has fewer. Returns ids and weights, both [T,
+    n_expert_used].
+    """
     rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
     sums = np.zeros((len(ids), shape.n_expert))
     used = np.zeros(sums.shape, bool)
@@ -344,8 +375,10 @@ def folded(
 
 
 def _sequences(trace: Trace) -> Iterator[tuple[list[Step], list[Step]]]:
-    """The steps of each prompt and of its answer; a further prompt of a conversation begins another
-    one."""
+    """Yield the steps of each prompt and of its answer.
+
+    A further prompt of the same conversation begins a new pair.
+    """
     prompt: list[Step] = []
     answer: list[Step] = []
     for step in trace.steps():
@@ -360,9 +393,11 @@ def _sequences(trace: Trace) -> Iterator[tuple[list[Step], list[Step]]]:
 def _rows(
     steps: list[Step], fold: int, shape: PaperModel, n_layers: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Experts of the tokens of steps, and their weights: [T, n_layers, n_expert_used] both. The
-    last layer, which computes one token of a prompt, is as the one before predicts it, where the
-    trace looks ahead."""
+    """Return the experts of the steps' tokens and their weights, both [T, n_layers, n_expert_used].
+
+    The last layer computes only one token of a prompt. If the trace has look-ahead, the prediction
+    of the layer before is used for it.
+    """
     n_tokens = sum(step.n_tokens for step in steps)
     ids = np.full((n_tokens, n_layers, shape.n_expert_used), -1, np.int64)
     weights, start = np.zeros(ids.shape), 0
@@ -382,8 +417,11 @@ def _rows(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where the experts of one sequence are: hot bool [n_layers, n_expert], on the GPU at 16 bits;
-    bits float64 [n_layers, n_expert], of the others in the near-data memory."""
+    """The placement of the experts of one sequence.
+
+    hot bool [n_layers, n_expert]: on the GPU at 16 bits. bits float64 [n_layers, n_expert]:
+    precision of the others in the near-data memory.
+    """
 
     hot: np.ndarray
     bits: np.ndarray
@@ -391,8 +429,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Means over tokens: a decode step, and what the near-data memory computes in it. hot_mass: the
-    share of routed experts that were on the GPU."""
+    """Means per decoded token.
+
+    step_ms is the duration of a step, near_ms the compute time of the near-data memory, and
+    hot_mass the fraction of routed experts on the GPU.
+    """
 
     step_ms: float
     near_ms: float
@@ -400,8 +441,7 @@ class Decoded:
 
 
 def placed(asked: NearData, scores: np.ndarray) -> Plan:
-    """The hot experts of each layer, those with the largest scores, on the GPU, the others at
-    near_bits on average."""
+    """Put the experts with the largest scores on the GPU, the others at near_bits on average."""
     losses = nominal_losses(NEAR_BITS, *asked.model.size)
     tiers = place(scores, asked.n_hot, losses, NEAR_BITS, asked)
     widths = np.array([FULL_BITS, *NEAR_BITS], np.float64)
@@ -409,13 +449,13 @@ def placed(asked: NearData, scores: np.ndarray) -> Plan:
 
 
 def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
-    """The answer of a sequence under a plan."""
+    """Simulate the decoding of a sequence's answer under a plan."""
     ids = sequence.ids
     there, layers = ids >= 0, _layers_of(ids)
     hot = plan.hot[layers, ids] & there
     times = np.vectorize(shape.near_ms, otypes=[float])(plan.bits)
     near = np.where(there & ~hot, times[layers, ids], 0.0).sum(axis=2)
-    # The GPU's experts and the near-data memory's are computed side by side.
+    # The GPU and the near-data memory compute concurrently.
     beside = np.where(near > 0, near + shape.trip_ms(), 0.0)
     layer_ms = shape.dense_ms() + np.maximum((hot * shape.gpu_ms()).sum(axis=2), beside)
     steps = layer_ms.sum(axis=1)
@@ -426,9 +466,11 @@ def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
 def on_demand(
     shape: PaperModel, sequences: list[Sequence], bits: tuple[int, ...], n_slots: float
 ) -> Decoded:
-    """A GPU alone, with a cache of so many experts at 16 bits: what is missing is copied over the
-    link when it is needed, and nothing is fetched ahead. bits: as HOBBIT_BITS. The first sequence
-    is run twice, so that the cache is warm."""
+    """Simulate a GPU without near-data memory, with a cache of n_slots experts at 16 bits.
+
+    A missing expert is copied over the link on demand; there is no prefetch. `bits` is a tuple such
+    as HOBBIT_BITS. The first sequence runs twice, to warm up the cache.
+    """
     free = n_slots * shape.expert_bytes()
     held: OrderedDict[tuple[int, int], float] = OrderedDict()  # least recently used first
     ranks = [bits[min(at, len(bits) - 1)] for at in range(shape.n_expert_used)]
@@ -462,8 +504,10 @@ def on_demand(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A strategy over all sequences: each one's decoding, prompt and migration, in ms. prompts and
-    moves are [n_sequences, len(LENGTHS)]."""
+    """A strategy applied to all sequences, with times in milliseconds.
+
+    `prompts` and `moves` (migration times) are [n_sequences, len(LENGTHS)].
+    """
 
     decoded: list[Decoded]
     prompts: np.ndarray
@@ -491,11 +535,11 @@ class Run:
 
 
 def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
-    """All of them on one routing."""
+    """Run all strategies on one routing."""
     shape, sequences = asked.model, routing.sequences
 
     def run(plans: list[Plan], there: list[Plan]) -> Run:
-        """plans: how each sequence is decoded; there: what its prompt finds on the GPU."""
+        """Simulate with one plan per sequence. `there` is the placement that each prompt finds."""
         pairs = zip(plans, sequences, strict=True)
         decoded = [decode(shape, plan, sequence) for plan, sequence in pairs]
         return Run(decoded, *_before(shape, sequences, plans, there))
@@ -508,7 +552,7 @@ def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
     for at, each in enumerate(sequences):
         usual = routing.others(at)
         static.append(placed(asked, usual))
-        # As the policy `context` does it, with the usual use as its profile.
+        # The same as the policy `context`, with the usual usage as its profile.
         scores = importance(each.counts, each.gates, usual, asked, shape.n_expert_used)
         context.append(placed(asked, scores))
     started = placed(asked, shares(routing.usual))
@@ -518,7 +562,7 @@ def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
         STATIC: run(static, static),
         CONTEXT: run(context, [started, *context[:-1]]),
     }
-    # On a GPU alone, what its memory does not hold is copied once while a prompt is read.
+    # Without near-data memory, experts that do not fit on the GPU are copied once per prompt.
     n = shape.n_layers * shape.n_expert
     copied = max(0.0, n - shape.gpu_slots) * shape.move_ms
     prompts = []
@@ -534,8 +578,7 @@ def strategies(asked: NearData, routing: Routing) -> dict[str, Run]:
 def _before(
     shape: PaperModel, sequences: list[Sequence], plans: list[Plan], there: list[Plan]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What prompts take, and what their placements move before the answers: [n_sequences,
-    len(LENGTHS)] both."""
+    """Return the prompt times and the migration times, both [n_sequences, len(LENGTHS)]."""
     prompts, moves = np.zeros((2, len(plans), len(LENGTHS)))
     for at, (plan, before, sequence) in enumerate(zip(plans, there, sequences, strict=True)):
         used = sequence.counts.sum(axis=1, keepdims=True)
@@ -546,14 +589,16 @@ def _before(
                 tokens = share[layer] * n_prompt * shape.n_expert_used
                 took, brought[layer] = shape.prompt_layer_ms(tokens, before.hot[layer], n_prompt)
                 prompts[at, column] += took
-            # What the prompt has brought to the GPU stays there for nothing.
+            # Experts that the prompt streamed to the GPU need no migration.
             moves[at, column] = (plan.hot & ~before.hot & ~brought).sum() * shape.move_ms
     return prompts, moves
 
 
 def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
-    """Run all strategies on the routing of the trace, or on a generated one. Returns plain types
-    for JSON. Raises ConfigError and TraceError."""
+    """Run all strategies on the routing of a trace, or on generated routing if it is None.
+
+    Returns plain types for JSON. Raises ConfigError and TraceError.
+    """
     shape = asked.model
     routing = generated(shape) if trace is None else from_trace(shape, trace)
     runs, rows = strategies(asked, routing), {}
@@ -583,9 +628,9 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
 
 
 def render_near_data(result: dict[str, Any]) -> str:
-    """Return the result of `replay_near_data` as tables for a terminal."""
+    """Format the result of `replay_near_data` as tables."""
     heading = (
-        f"{result['shape']}, {result['n_hot']} hot experts a layer, the others at "
+        f"{result['shape']}, {result['n_hot']} hot experts per layer, the others at "
         f"{result['near_bits']:g} bits; one sequence decodes\n"
         f"routing: {result['routing']}; prompts and answers have a cosine of "
         f"{result['prefill_decode_cosine']:.2f}\n"

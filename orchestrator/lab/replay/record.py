@@ -1,4 +1,4 @@
-"""Records the routing of a run: the policy decides as always, the recorder copies the event."""
+"""Records the routing of a run. The policy decides as usual; the recorder copies the events."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ from orchestrator.policy.base import place
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.runtime import Runtime
 
-# Steps from which the share of computing outside the experts is measured.
+# Number of steps used to measure the fraction of computing outside the experts.
 DENSE_STEPS, DENSE_PROMPTS = 9, 3
 
 
 class Recorder:
-    """Records the steps of a model while it is entered; trace() afterwards returns the recording.
+    """Records the steps of a model while it is entered. trace() then returns the recording.
 
-    Python is called in every step, even if the policy is not asked; the store does the same as
-    without a recording. Enter and leave it while no step runs, and read no experts ahead meanwhile
-    (`Answering.reads_ahead`). Raises ConfigError for llama.cpp's own path, and for a policy that
-    has decided before, because a replay starts where the policy started.
+    Python is called in every step, even if the policy hook is not active. The store behaves as it
+    does without a recording. Enter and leave it only while no step runs, and prefetch no experts
+    between answers (`Answering.reads_ahead`). Raises ConfigError on llama.cpp's own path, and for a
+    policy that has already made decisions, because a replay starts with a new policy.
     """
 
     def __init__(self, inside: Inside) -> None:
         if not inside.managed:
             raise ConfigError(
-                f"llama.cpp's own path hides the routing: choose --policy {' or '.join(POLICIES)}"
+                f"llama.cpp's own path has no routing hook: use --policy {' or '.join(POLICIES)}"
             )
         policy, again = inside.policy, "load the model again to record it"
         if policy.wants.learns and inside.driver.steps:
-            raise ConfigError(f"the policy {policy.name} has decided already: {again}")
+            raise ConfigError(f"the policy {policy.name} has already made decisions: {again}")
         if inside.driver.brought:
             raise ConfigError(
-                f"experts were read ahead between two answers, in an order that a replay does not "
-                f"know: {again}"
+                f"experts were prefetched between two answers, which a replay cannot reproduce: "
+                f"{again}"
             )
         self._inside = inside
         self._policy = policy
         self._step = -1
         self._since = self._waited_us = 0
-        # Of arrays of the trace by name: numbers or rows of steps and events, and of what events
-        # have parts of, bytes: the cheapest copies, since the policy waits for them.
+        # The trace's arrays by name: numbers or rows for steps and events, bytes for arrays
+        # that hold a part per event. Copying bytes is fastest, and the policy waits for it.
         self._rows: dict[str, list[Any]] = {name: [] for name in ARRAYS}
         self._hotness: np.ndarray | None = None
         self._before = self._after = CStats()
@@ -85,7 +85,7 @@ class Recorder:
         return len(self._rows["step_phase"])
 
     def _on_step_done(self, step: ComputedStep) -> None:
-        """The policy learns as always; what it is told is recorded."""
+        """Record the step's report, then pass it to the policy."""
         if self._n_steps and step.number == self._step:
             named = {ENDS: step.ends, STARTS: step.starts, PROMPT_ENDS: step.prompt_ends}
             self._rows["marks"] += [
@@ -96,12 +96,12 @@ class Recorder:
         self._inside.driver.step_done(step)
 
     def _on_restored(self, sequence: int, state: bytes) -> None:
-        """Before the step that comes next."""
+        """Record that a sequence was restored. This belongs to the next step."""
         self._rows["restored"].append((self._n_steps, sequence, len(state)))
         self._rows["restored_use"].append(state)
 
     def _end_event(self, now_ns: int) -> None:
-        """The time of the event before, if there is one."""
+        """Record the duration of the previous event, if any."""
         waited_us = sum(self._inside.store.stats().wait_us)
         if self._rows["event_step"]:
             self._rows["event_ns"].append(now_ns - self._since)
@@ -133,7 +133,7 @@ class Recorder:
         rows["event_tokens"].append(event.n_tokens)
         rows["event_ahead"].append(event.n_ahead)
         rows["event_scored"].append(scores is not None)
-        self._since = perf_counter_ns()  # what was before, a run without recording does not do
+        self._since = perf_counter_ns()  # excludes the recorder's own work
         driver = self._inside.driver
         asked = driver.asks(event.phase)
         (driver.on_route if asked else driver.on_route_unasked)(event)
@@ -146,11 +146,13 @@ class Recorder:
             self._since = done_ns
 
     def trace(self, disk: Transport) -> Trace:
-        """Return what was recorded, as read from this disk. Raises TraceError for no steps."""
+        """Return the recording, with the given disk speed. Raises TraceError if there were no
+        steps.
+        """
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:
             raise TraceError("nothing was evaluated, so there is nothing to record")
-        # A sequence that was brought back and not continued did nothing.
+        # Sequences restored after the last step had no effect.
         kept = sum(step < self._n_steps for step, *_ in rows["restored"])
         for name in ("restored", "restored_use"):
             del rows[name][kept:]
@@ -177,7 +179,7 @@ class Recorder:
 
 
 def _array(name: str, rows: list[Any], k: int) -> np.ndarray:
-    """An array of a trace from numbers, rows of numbers, or bytes as the hook has them."""
+    """Build an array of a trace from numbers, rows of numbers, or the hook's bytes."""
     kind, shape = ARRAYS[name]
     if shape[0] in ("N", "A", "I", "B"):
         came = np.int32 if name in ("ids", "ahead_ids") else kind
@@ -219,28 +221,30 @@ def _header(inside: Inside, disk: Transport, transition_bytes: int) -> Header:
         io_threads=config.io_threads,
         read_bytes_per_s=disk.bytes_per_s,
         read_latency_us=disk.latency_us,
-        dense_share=(0.5, 0.5),  # until it is measured
+        dense_share=(0.5, 0.5),  # replaced after its measurement
     )
 
 
 def record_text(
     evaluator: Evaluator, text: str, n_tokens: int | None = None, prefill: int = 0
 ) -> Trace:
-    """Record the evaluation of a text: its first `prefill` tokens as a prompt, and each other token
-    as a decode step of its own. n_tokens: by default as many as the context holds.
+    """Record the evaluation of a text.
 
-    Raises ConfigError for a text or a count that does not fit.
+    The first `prefill` tokens are a prompt; each other token is a decode step. `n_tokens` defaults
+    to the size of the context. Raises ConfigError for a text or a count that does not fit.
     """
     tokens, n_ctx = evaluator.tokenize(text), evaluator.n_ctx
     if n_tokens is not None and n_tokens > n_ctx:
         raise ConfigError(
-            f"--tokens {n_tokens} is more than the context of {n_ctx} holds: raise --ctx"
+            f"--tokens {n_tokens} is larger than the context of {n_ctx} tokens: increase --ctx"
         )
     tokens = tokens[: min(n_tokens or n_ctx, n_ctx)]
     if not tokens:
         raise ConfigError("the text is empty")
     if prefill > len(tokens):
-        raise ConfigError(f"--prefill {prefill} is more than the {len(tokens)} tokens to evaluate")
+        raise ConfigError(
+            f"--prefill {prefill} is larger than the {len(tokens)} tokens to evaluate"
+        )
     disk = measured(evaluator.inside)
     with Recorder(evaluator.inside) as recorder:
         if prefill:
@@ -251,10 +255,10 @@ def record_text(
 
 
 def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
-    """Record a chat's answer of at most n_tokens tokens to a prompt.
+    """Record a chat's answer to a prompt, of at most n_tokens tokens.
 
-    The runtime has to be opened with an Answering that reads nothing ahead. Raises ConfigError for
-    a prompt that does not fit.
+    The runtime must have been opened with an Answering that does not prefetch between answers.
+    Raises ConfigError if the prompt does not fit in the context.
     """
     disk = measured(runtime.inside)
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_tokens}
@@ -262,7 +266,7 @@ def record_answer(runtime: Runtime, prompt: str, n_tokens: int) -> Trace:
         with closing(runtime.submit(json.dumps(body).encode())) as answer:
             for _ in answer:
                 pass
-        with runtime.evaluator():  # which waits for the last step
+        with runtime.evaluator():  # waits for the last step
             pass
     with runtime.evaluator() as evaluator:
         return _with_dense_share(evaluator, recorder.trace(disk))
@@ -273,8 +277,10 @@ def _with_dense_share(evaluator: Evaluator, trace: Trace) -> Trace:
 
 
 def measured(inside: Inside) -> Transport:
-    """Measure reads of the model's own file: with as many threads as the store has, and with one
-    thread, which shows what a read takes beside its bytes."""
+    """Measure reads of the model's file, with all I/O threads and with one.
+
+    The difference gives the latency of a read.
+    """
     threads, tier = inside.config.io_threads, inside.plan.tiers[0]
     many = read_bandwidth(inside.model, tier=tier, threads=threads, seconds=0.5)
     one = read_bandwidth(inside.model, tier=tier, threads=1, seconds=0.5)
@@ -283,9 +289,11 @@ def measured(inside: Inside) -> Transport:
 
 
 def dense_share(evaluator: Evaluator, trace: Trace) -> tuple[float, float]:
-    """Return, by phase, the share of a recorded step's computing that stays when every expert is
-    skipped: the median of some steps against the median of the recorded ones. The policy learns
-    nothing from these steps; what the sequences hold is lost."""
+    """Return, by phase, the fraction of a step's compute time that is outside the experts.
+
+    It is the median time of steps that skip all experts, divided by the median of the recorded
+    steps. The policy does not learn from these steps. Clears the KV cache.
+    """
     inside = evaluator.inside
     steps: dict[Phase, list[float]] = {phase: [] for phase in Phase}
     prompt_tokens = trace.arrays["step_tokens"][trace.arrays["step_phase"] == Phase.PREFILL]

@@ -1,4 +1,4 @@
-"""`moe-edge replay`: a policy beside plain LRU, Belady's optimum and the lower bound."""
+"""`moe-edge replay`: compares a policy with plain LRU, Belady's optimum and the lower bound."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ from orchestrator.policy import (
 )
 from orchestrator.settings import MORE, SIZE, Settings, setting
 
-# How reads share the link, and what computing an expert waits for.
+# How reads share the disk, and which reads the computation of an expert waits for.
 LINKS = SHARED, RIGID = ("shared", "rigid")
 WAITS = MATRIX, WHOLE = ("matrix", "whole")
 
 
 @dataclass(frozen=True)
 class ReplayOptions(Settings):
-    """What differs from the recorded run; None: as recorded. settings: of policies, by name. Raises
-    SettingError for a setting out of its range."""
+    """Changes relative to the recorded run. None means as recorded.
+
+    `settings` holds settings of policies by name. Raises SettingError for a value out of range.
+    """
 
     policy: str | None = setting(
         None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
@@ -53,50 +55,53 @@ class ReplayOptions(Settings):
     expert_ram: int | None = setting(
         None, "Cap on the expert slots.", unit=SIZE, shown="as recorded"
     )
-    high_tier: str | None = setting(None, "As q4_k.", metavar="TIER", shown="as recorded")
-    low_tier: str | None = setting(None, "As q2_k, or skip.", metavar="TIER", shown="as recorded")
+    high_tier: str | None = setting(
+        None, "High precision, such as q4_k.", metavar="TIER", shown="as recorded"
+    )
+    low_tier: str | None = setting(
+        None, "Low precision, such as q2_k, or skip.", metavar="TIER", shown="as recorded"
+    )
     bandwidth: int | None = setting(
         None,
-        "Reads in bytes a second, as 2GB.",
+        "Read bandwidth in bytes per second, such as 2GB.",
         unit=SIZE,
         shown="measured when recorded",
     )
     latency_us: int | None = setting(
         None,
-        "What a read takes beside its bytes, in microseconds.",
+        "Latency of a read in microseconds.",
         within=(0, 10**7),
         shown="measured when recorded",
         group=MORE,
     )
     io_threads: int | None = setting(
-        None, "Reads at once.", within=(1, 64), shown="as recorded", group=MORE
+        None, "Concurrent reads.", within=(1, 64), shown="as recorded", group=MORE
     )
     compute_ms: float | None = setting(
         None,
-        "Computing a decoded token, without waits.",
+        "Compute time of a decoded token, without waits.",
         metavar="MS",
         within=(0, 10**6),
-        shown="each as when recorded",
+        shown="as recorded",
         group=MORE,
     )
     link: str = setting(
         SHARED,
-        "How reads share the disk: shared, demand first, as the store's threads read, and what is "
-        "no longer wanted is dropped; rigid, one queue for demand and prefetch, in which nothing "
-        "is overtaken or dropped.",
+        "How reads share the disk. shared: demand reads first, and outdated prefetches are "
+        "cancelled, as the store does. rigid: one queue for demand reads and prefetches, without "
+        "overtaking or cancelling.",
         choices=LINKS,
         group=MORE,
     )
     wait: str = setting(
         MATRIX,
-        "What computing with a matrix waits for: itself, or all matrices of its expert (whole).",
+        "What a matrix product waits for: its own matrix, or the whole expert.",
         choices=WAITS,
         group=MORE,
     )
     losses: Path | None = setting(
         None,
-        "What lower precisions lose, by the loss table of any model, stretched to the trace's "
-        "shape.",
+        "Quality losses from this loss table of any model, stretched to the trace's shape.",
         shown="as recorded",
         group=MORE,
     )
@@ -109,15 +114,15 @@ class ReplayOptions(Settings):
 
 
 def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, Any]:
-    """Plays the trace with the asked-for policy and with lru, and adds the bounds: plain
-    types, fit for JSON.
+    """Replay the trace with the chosen policy and with lru, and compute the bounds.
 
-    Both run from an empty store, over the same transport, with slots of as many bytes.
-    belady and bound take the slots of lru, in its one precision. Raises MoeEdgeError.
+    Both replays start with an empty store, with the same simulated disk and the same slot memory.
+    The bounds use the slots and the single precision of lru. Returns plain types for JSON. Raises
+    MoeEdgeError.
     """
     header = trace.header
     if options.policy == PLAIN:
-        raise ConfigError("the plain path has no store to replay: choose another --policy")
+        raise ConfigError(f"--policy {PLAIN} has no expert store to replay: choose another policy")
     speed, time = speed_and_time(header, options)
     asked = set_up_for(trace, options, policy_class(options.policy or header.policy), speed)
     name = asked.policy.name
@@ -130,7 +135,7 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
         runs[BASELINE] = _figures(trace, plain, simulate(library, trace, plain, speed, time))
     best = belady(trace, plain.shape, plain.slots, plain.tiers[0])
     tokens, compute_us = _work(trace, time)
-    # What even the optimum misses, over the bandwidth, or computing.
+    # The longer of computing and reading the optimum's misses.
     least_ms = [
         max(computing, missed * 1e6 / speed.bytes_per_s) / 1000
         for computing, missed in zip(compute_us, best["miss_bytes"], strict=True)
@@ -171,14 +176,16 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
 
 
 def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
-    """How fast reads are and what computing takes. Raises ConfigError where that is not known."""
+    """Return the read speed and the compute times. Raises ConfigError if the bandwidth is
+    unknown.
+    """
     speed = Transport(
         options.bandwidth or header.read_bytes_per_s,
         header.read_latency_us if options.latency_us is None else options.latency_us,
         options.io_threads or header.io_threads,
     )
     if speed.bytes_per_s == 0:
-        raise ConfigError("the trace has no measured bandwidth: give --bandwidth, as 2GB")
+        raise ConfigError("the trace has no measured bandwidth: give one, such as --bandwidth 2GB")
     decode_us = None if options.compute_ms is None else 1000 * options.compute_ms
     return speed, Compute(None, decode_us, header.dense_share)
 
@@ -186,7 +193,7 @@ def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, C
 def set_up_for(
     trace: Trace, options: ReplayOptions, policy: type[Policy], speed: Transport
 ) -> Setup:
-    """The policy over a trace, with what the options change. Raises MoeEdgeError."""
+    """Set up the policy for a trace, with the changes of the options. Raises MoeEdgeError."""
     header = trace.header
     for name in options.settings:
         if name not in policy.Settings.declared():
@@ -196,7 +203,7 @@ def set_up_for(
     if isinstance(settings, LookAhead):
         depth = int(trace.arrays["event_ahead"].max(initial=0))
         if depth == trace.n_layers - 1:
-            depth = MAX_AHEAD  # no layer was left to ask
+            depth = MAX_AHEAD  # the recording already covers all layers
         settings = settings.limited(depth, options.settings)
     tiers, skip = _tiers(trace, options, policy)
     expert_bytes = options.expert_ram or header.expert_bytes
@@ -223,7 +230,7 @@ def set_up_for(
 
 
 def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
-    """Return how a replay gets a second precision: from the trace, if it has a lower one."""
+    """Return the advice for a policy that needs a second precision."""
     lower = trace.header.tiers[tiers[0] + 1 :]
     if lower:
         return f"give --low-tier {lower[0]}, which the trace has"
@@ -233,8 +240,10 @@ def _more_tiers(trace: Trace, tiers: tuple[int, ...]) -> str:
 def _tiers(
     trace: Trace, options: ReplayOptions, policy: type[Policy]
 ) -> tuple[tuple[int, ...], bool]:
-    """The trace's tiers that a policy works with, and whether experts may be skipped. Raises
-    TraceError."""
+    """Return the indices of the tiers that a policy uses, and whether it may skip experts.
+
+    Raises TraceError.
+    """
     header = trace.header
     high = options.high_tier or header.in_use[0]
     lower = SKIP_TIER if header.rules.skip else header.in_use[-1]
@@ -250,12 +259,12 @@ def _tiers(
         return (first,), policy.precisions.skips or low == SKIP_TIER
     last = trace.tier_index(low or "")
     if last <= first:
-        raise TraceError(f"the low tier {low} is not below the high tier {high}")
+        raise TraceError(f"the low tier {low} must have fewer bits than the high tier {high}")
     return tiers_between(policy, first, last, len(header.tiers)), policy.precisions.skips
 
 
 def _work(trace: Trace, time: Compute) -> tuple[list[int], list[float]]:
-    """Tokens and microseconds of computing, by phase."""
+    """Return the number of tokens and the compute time in microseconds, both by phase."""
     tokens, compute_us = [0, 0], [0.0, 0.0]
     for step in trace.steps():
         tokens[step.phase] += step.n_tokens
@@ -282,16 +291,16 @@ def _figures(trace: Trace, setup: Setup, outcome: Outcome) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The same as a table for a person."""
+    """Format the result of `replay` as a table."""
     tokens, prompt = result["decode_tokens"], result["prefill_tokens"]
     compute = result["compute_ms"]["decode_token"] or result["compute_ms"]["prefill_token"]
     odd = ", rigid link" if result["link"] == RIGID else ""
-    odd += ", whole experts waited for" if result["wait"] == WHOLE else ""
+    odd += ", waits for whole experts" if result["wait"] == WHOLE else ""
     heading = [
         f"{result['model']}: {prompt} prompt tokens, {tokens} decoded; "
         f"{format_size(result['expert_bytes'])} of expert slots",
         f"reads: {format_size(result['bandwidth'])}/s, {result['latency_us']} us, "
-        f"{result['io_threads']} at once{odd}; computing: {compute:.2f} ms a token, "
+        f"{result['io_threads']} at once{odd}; computing: {compute:.2f} ms per token, "
         f"{100 * result['dense_share'][Phase.DECODE]:.0f} % of it outside the experts",
     ]
     best, bound, recorded = result["belady"]["decode"], result["bound"], result["recorded"]
@@ -310,7 +319,9 @@ def render(result: dict[str, Any]) -> str:
     ]
 
     def a_token(*names: str) -> Callable[[Row], float | None]:
-        """The sum of figures of decoding by token; None where there is none."""
+        """Return a function that sums decode metrics per token, or returns None if all are
+        missing.
+        """
 
         def found(row: Row) -> float | None:
             decode = row.get("decode", {})
@@ -332,10 +343,10 @@ def render(result: dict[str, Any]) -> str:
     notes = []
     for name, run in result["runs"].items():
         if run["kl_estimate"]:
-            notes.append(f"{name}: a loss of {run['kl_estimate']:.4f} nats a token is foreseen")
+            notes.append(f"{name}: estimated quality loss {run['kl_estimate']:.4f} nats per token")
         if run["transition_bytes"]:
             ups, downs = run["experts_promoted"], run["experts_demoted"]
-            notes.append(f"{name}: {ups} promoted and {downs} demoted, as the reads allow")
+            notes.append(f"{name}: {ups} experts promoted, {downs} demoted")
     parts = ["\n".join(heading), Table("", columns, rows, notes).text()]
     parts.append(f"policy: {result['policy']}, look-ahead {result['n_ahead']}")
     return "\n\n".join(parts)

@@ -1,9 +1,8 @@
-"""A recorded run again, with another policy, other slots or another disk: no model needed.
+"""Replays a recorded run with another policy, other slots or another disk. No model is needed.
 
-The policy objects and the store's cache code are those of a real run, line by line; reads move no
-bytes and take virtual time, as patches/native/moe-edge-transport.h says. The graph is played: each
-layer computes for a given time, and waits where the store has to read. The versions of experts
-change when the simulated reads are done.
+The policy objects and the store's cache code are the same as in a real run. Reads transfer no bytes
+and take virtual time (patches/native/moe-edge-transport.h). The computation of each layer takes a
+given time, and waits if the store has to read. Residency changes when the simulated reads complete.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """The clock and the route events of one store that was made with `simulated`.
+    """The virtual clock and the route events of a store created with `simulated`.
 
-    Times in nanoseconds of virtual time. One thread drives it: Store.begin_step for each
-    step, then for each layer route and, in graph order, use of every matrix kind.
+    Times are in nanoseconds of virtual time. One thread calls Store.begin_step for each step. For
+    each layer it then calls route and, in graph order, use for each matrix kind.
     """
 
     def __init__(self, store: Store) -> None:
         if not store.spec.simulated:
-            raise NativeError("the store reads real files: it has no virtual clock")
+            raise NativeError("the store is not simulated: it has no virtual clock")
         self._store = store
         self._library = store.library
         event = self._library.store_event(store.handle).contents
@@ -56,11 +55,11 @@ class Simulation:
         self._phases, self._sequences = arrays[6:]
 
     def set_speed(self, bytes_per_s: int, latency_us: int) -> None:
-        """What reads take from now on; bytes_per_s 0: their bytes take no time."""
+        """Set the speed of later reads. With bytes_per_s 0, only the latency counts."""
         self._library.sim_speed(self._store.handle, bytes_per_s, latency_us)
 
     def advance(self, ns: int) -> int:
-        """Lets time pass in which something is computed; returns the clock."""
+        """Let virtual time pass for computation. Returns the clock in nanoseconds."""
         return int(self._library.sim_advance(self._store.handle, ns))
 
     @property
@@ -79,17 +78,17 @@ class Simulation:
         sequences: np.ndarray | int = 0,
         phases: np.ndarray | None = None,
     ) -> None:
-        """One route event: the store calls back as it does in a graph, and acts.
+        """Run one route event. The store calls the policy hook as in a graph, and applies its
+        decision.
 
-        ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
-        importance [T] or None; sequences [T], or one for all tokens; phases [T], None for that of
-        the step. Raises what the callback raised, or NativeError.
+        Shapes: ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
+        importance [T] or None; sequences [T] or one for all tokens; phases [T], or None for the
+        step's phase. Raises the callback's exception or NativeError.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
             raise NativeError(
-                f"a route event of {n} tokens and look-ahead {n_ahead} is more than the store "
-                f"was made for"
+                f"a route event of {n} tokens with look-ahead {n_ahead} exceeds the store's limits"
             )
         self._ids[:n] = ids
         self._weights[:n] = weights
@@ -109,8 +108,11 @@ class Simulation:
             self._fail()
 
     def use(self, layer: int, kind: int, experts: np.ndarray, expert_ns: int) -> None:
-        """One matrix product over distinct experts (int32, contiguous): waits for them in
-        waves, and computes expert_ns for each that is not skipped. Raises NativeError."""
+        """Run one matrix product over distinct experts (int32, contiguous).
+
+        Waits for the experts in waves, and computes for expert_ns per expert that is not skipped.
+        Raises NativeError.
+        """
         pointer = experts.ctypes.data_as(_INTS)
         library = self._library
         if library.sim_use(self._store.handle, layer, kind, pointer, len(experts), expert_ns) != 0:
@@ -124,8 +126,11 @@ class Simulation:
         dense_share: float,
         n_computed: int,
     ) -> None:
-        """The computing of a layer, which waits where the simulated disk has not read: its experts,
-        int32 [n], of which so many are computed, kind by kind, and what is outside of them."""
+        """Simulate the computation of a layer, including its waits for reads.
+
+        `experts` is int32 [n]; n_computed of them are not skipped. The matrix kinds are computed in
+        order, then the part outside the experts.
+        """
         there = self._store.spec.layers[layer][1]
         kinds = [kind for kind in COMPUTE_ORDER if (kind, 0) in there]
         expert_ns = layer_ns * (1 - dense_share) / (len(kinds) * max(1, n_computed))
@@ -138,13 +143,17 @@ class Simulation:
         raise NativeError("the simulated step failed without a reason")
 
 
-# How far virtual time goes on before a read that is waited for is looked at again.
+# Interval of virtual time at which a pending read is checked.
 _PAUSE_NS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """bytes_per_s 0: bytes take no time; latency_us a read; threads reads at once."""
+    """The speed of a simulated disk.
+
+    With bytes_per_s 0, only latency_us per read counts. `threads` is the number of concurrent
+    reads.
+    """
 
     bytes_per_s: int
     latency_us: int
@@ -153,17 +162,20 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computing takes without any wait: microseconds for each token, by phase, shared by
-    the layers in proportion to their tokens; None: from each event to the next as recorded.
-    dense_share: by phase, the part of it after the experts; the rest is spread evenly over a
-    layer's matrix kinds and the experts that were computed in the recorded run."""
+    """Compute times without waits.
+
+    prefill_us and decode_us are microseconds per token, divided among the layers in proportion to
+    their tokens. None uses the recorded times of the events. dense_share is the fraction per phase
+    that follows the experts. The rest is divided evenly among a layer's matrix kinds and the
+    experts that were computed in the recording.
+    """
 
     prefill_us: float | None
     decode_us: float | None
     dense_share: tuple[float, float] = (0.5, 0.5)
 
     def events_ns(self, step: Step) -> list[float]:
-        """Nanoseconds of each event of a step."""
+        """Return the compute time of each event of a step, in nanoseconds."""
         token_us = self.prefill_us if step.phase is Phase.PREFILL else self.decode_us
         if token_us is None:
             return [float(event.compute_ns) for event in step.events]
@@ -174,8 +186,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A policy over a trace, and its slots. tiers: of the trace's model, those in use. estimate:
-    what these cost, None where the trace does not say."""
+    """A policy with its slots for a trace.
+
+    `tiers` are indices into the trace's tiers. `estimate` gives their quality loss, or is None if
+    unknown.
+    """
 
     policy: Policy
     shape: ModelShape
@@ -187,8 +202,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replay came to. step_us [S]: virtual time of each step. losses: what was foreseen to
-    be lost, None where the trace does not say."""
+    """The result of a replay.
+
+    step_us [S] is the virtual duration of each step. `losses` is the estimated quality loss, or
+    None if unknown.
+    """
 
     stats: CStats
     step_us: np.ndarray
@@ -208,9 +226,12 @@ def set_up(
     whole_experts: bool = False,
     rigid: bool = False,
 ) -> Setup:
-    """The policy for a trace, and how it divides the slots. tiers: of the trace's model, best
-    first. estimate: what they cost. whole_experts, rigid: as of StoreSpec. Raises PolicyError, and
-    BudgetError for slots that are too few."""
+    """Create a policy for a trace, and divide the slots.
+
+    `tiers` are indices into the trace's tiers, best first; `estimate` gives their quality loss.
+    whole_experts and rigid have the meaning of StoreSpec. Raises PolicyError, and BudgetError if
+    there are too few slots.
+    """
     shape = model_shape(trace, tiers)
     history = RecordedHistory(trace, tiers, estimate)
     placement = place(policy, shape, settings, rules, expert_bytes, history)
@@ -237,8 +258,10 @@ def set_up(
 
 
 class RecordedHistory(History):
-    """What earlier runs had learned of the model when a trace of it was recorded. estimate: what
-    its tiers in use cost; None where the trace does not say."""
+    """The learned history that was known when the trace was recorded.
+
+    `estimate` gives the quality loss of the tiers in use, or is None if unknown.
+    """
 
     def __init__(
         self, trace: Trace, tiers: Sequence[int], estimate: KlEstimate | None = None
@@ -258,15 +281,18 @@ class RecordedHistory(History):
 
 
 def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstimate | None:
-    """What tiers of the trace's model cost against the best of them, by the trace or by the table
-    of another model. Raises ConfigError for a table that does not say it."""
+    """Return the quality loss of tiers relative to the best of them; None if unknown.
+
+    It comes from the trace, or from the loss table `path` of another model. Raises ConfigError if
+    the table lacks a tier.
+    """
     names = trace.header.tiers
     costs = trace.arrays["costs"]
     if path is not None:
         found = load(path, None).costs(names)
         if found is None:
-            raise ConfigError(f"--losses {path} does not say what {', '.join(names)} lose")
-        # Stretched over the depth, and repeated over the experts.
+            raise ConfigError(f"--losses {path} has no losses for the tiers {', '.join(names)}")
+        # Stretch the table over the layers, and repeat it over the experts.
         layers = np.linspace(0, len(found) - 1, trace.n_layers).round().astype(int)
         costs = found[np.ix_(layers, np.arange(trace.n_expert) % found.shape[1])]
     if not costs.any():
@@ -280,11 +306,14 @@ def foreseen(trace: Trace, tiers: tuple[int, ...], path: Path | None) -> KlEstim
 def simulate(
     library: Library, trace: Trace, setup: Setup, speed: Transport, time: Compute
 ) -> Outcome:
-    """Plays the trace once, from an empty store, or for a policy that has everything in memory
-    from that. The policy is told the virtual times of steps. Raises what the policy or the store
-    does."""
+    """Replay the trace once, and return the metrics.
+
+    The replay starts with an empty store, or with all experts loaded if the policy requires that.
+    The policy sees the virtual duration of each step. Raises the exceptions of the policy and the
+    store.
+    """
     policy = setup.policy
-    # Parts of prompts behind which an answer begins.
+    # The prefill steps after which an answer begins.
     answered = np.diff(trace.arrays["step_phase"].astype(int), append=Phase.PREFILL) > 0
     step_us: list[float] = []
     with Store.create(library, setup.spec) as store:
@@ -295,7 +324,7 @@ def simulate(
             driver.meter = LossMeter(setup.estimate, policy.rules.exact)
         clock.set_speed(speed.bytes_per_s, speed.latency_us)
         driver.load_first(policy.warm() or ())
-        # Of another policy nobody knows what it would have known.
+        # The states of another policy are unknown.
         kept = trace.restored() if policy.name == trace.header.policy else {}
 
         def restore(step: int) -> None:
@@ -330,7 +359,7 @@ def simulate(
 
 
 def _play(clock: Simulation, setup: Setup, step: Step, time: Compute) -> None:
-    """One step, from its first route event to where the next one has its first."""
+    """Simulate one step, from its first route event to that of the next step."""
     n_ahead, dense = setup.spec.n_ahead, time.dense_share[step.phase]
     for event, event_ns in zip(step.events, time.events_ns(step), strict=True):
         layer, n_computed = event.layer, event.n_computed

@@ -1,8 +1,8 @@
-"""A recorded run: what the routers chose, step by step, in one .npz file.
+"""The recording of a run, step by step, with its routing. It is stored as one .npz file.
 
-Format, version 9: the numpy arrays of ARRAYS by name, and `header`, uint8 [n], a JSON object in
-UTF-8 of the fields of Header and `format`. A reader refuses a version it does not know and arrays
-that the version does not have. Version 8 has those of EARLIER, too, which are left aside.
+Format, version 9: the NumPy arrays listed in ARRAYS, and `header`, uint8 [n]: a UTF-8 JSON object
+with the fields of Header and `format`. A reader refuses unknown versions and unknown arrays.
+Version 8 also has the arrays of EARLIER, which are ignored.
 """
 
 from __future__ import annotations
@@ -24,89 +24,94 @@ from orchestrator.native import MAX_TIERS
 FORMAT = "moe-edge-trace"
 VERSION = 9
 
-# Columns of the counters: what was moved; routed experts by decided tier, the skipped ones last;
-# matrices by the tier that was computed.
+# Columns of the counters: requests and bytes; routed experts by the chosen tier, skipped ones last;
+# matrices by the computed tier.
 MOVED = ("requests", "hits", "demand_bytes", "prefetch_bytes")
 ROUTED = tuple(f"routed_{tier}" for tier in (*range(MAX_TIERS), "skip"))
 COMPUTED = tuple(f"computed_{tier}" for tier in range(MAX_TIERS))
 COUNTERS = (*MOVED, *ROUTED, *COMPUTED)
 
-# What a mark says: dropped since the step before; a first token in the step; the last one of a
-# prompt in it.
+# Events of a sequence: it ended since the previous step; the step has its first token; the step has
+# the last token of its prompt.
 SEQUENCE_MARKS = ENDS, STARTS, PROMPT_ENDS = 0, 1, 2
 
-# Each array's type and shape. S steps, E route events in the order in which they came, N the sum of
-# their tokens, A the sum of tokens times look-ahead layers, I the sum of the tokens that have an
-# importance, M marks of sequences, R sequences that went on from kept tokens, B bytes of these;
-# L layers, X experts of a layer, k of them a token, T tiers of the file.
+# Each array's type and shape. S: steps. E: route events in order. N: tokens of all events.
+# A: tokens times look-ahead layers, summed. I: tokens with an importance score. M: marks of
+# sequences. R: sequences restored from the prompt cache. B: bytes of their policy state.
+# L: layers. X: experts per layer. k: experts per token. T: tiers of the file.
 ARRAYS: dict[str, tuple[type[np.generic], tuple[str | int, ...]]] = {
-    # File, offset, bytes of one expert and ggml type of every matrix of the model file; file -1: no
-    # such matrix. Slot sizes follow from these.
+    # File, offset, bytes of one expert, and ggml type of each matrix; file -1 means no such matrix.
+    # Slot sizes are derived from these.
     "slices": (np.int64, ("L", len(KINDS), "T", 4)),
-    # What a policy that learns knew at the start; else 0.
+    # Hotness that the policy had learned before the start; 0 if it learns nothing.
     "start_hotness": (np.float64, ("L", "X")),
-    # What each expert loses in each tier, as the policy knew it; 0 where it did not.
+    # Relative error of each expert in each tier, as known to the policy; 0 if unknown.
     "losses": (np.float64, ("L", "X", "T")),
-    # What it costs a token with a gate weight of 1 in each tier and, last, skipped, against full
-    # precision, in nats (allocation/estimate.py); 0 where nobody knew.
+    # Quality loss in nats of a token with gate weight 1, relative to full precision, in each tier
+    # and (last column) skipped (allocation/estimate.py); 0 if unknown.
     "costs": (np.float64, ("L", "X", "T+1")),
-    # What the run came to, by phase: COUNTERS.
+    # Counters of the whole run, by phase.
     "counters": (np.int64, (len(Phase), len(COUNTERS))),
     "step_phase": (np.uint8, ("S",)),
     "step_tokens": (np.int32, ("S",)),
-    # Step, one of SEQUENCE_MARKS, sequence: what the step's report said.
+    # Step, one of SEQUENCE_MARKS, sequence, from the step's report.
     "marks": (np.int32, ("M", 3)),
-    # Step, sequence, bytes: before the step, and before what its first token waits for, a sequence
-    # went on from kept tokens, with so many bytes of what the policy knew of it.
+    # Step, sequence, bytes of policy state: the sequence was restored from the prompt cache before
+    # the step and before the transitions that its first token waits for.
     "restored": (np.int32, ("R", 3)),
-    # These bytes, one after the other.
+    # The policy states of all restored sequences, concatenated.
     "restored_use": (np.uint8, ("B",)),
     "event_step": (np.int32, ("E",)),
     # MoE layers only, counted from 0.
     "event_layer": (np.int16, ("E",)),
-    # A last layer may see fewer than the step.
+    # The last layer may process fewer tokens than the step.
     "event_tokens": (np.int32, ("E",)),
-    # How many layers behind its own are predicted.
+    # Number of later layers that are predicted.
     "event_ahead": (np.uint8, ("E",)),
-    # 1 where its tokens have an importance.
+    # 1 if its tokens have importance scores.
     "event_scored": (np.uint8, ("E",)),
-    # Different experts of the event that were not skipped.
+    # Number of distinct experts that were not skipped.
     "event_computed": (np.int32, ("E",)),
-    # Nanoseconds until the next event, also that of the next step, less what recording took.
+    # Nanoseconds until the next event (also across steps), without the recorder's own time.
     "event_ns": (np.int64, ("E",)),
-    # The part of it in which computing waited for reads, in microseconds.
+    # Part of that time spent waiting for reads, in microseconds.
     "event_wait_us": (np.int64, ("E",)),
-    # Chosen experts and their routing weights; rows are filled as RouteEvent.filled.
+    # Chosen experts and their routing weights; short rows are padded as in RouteEvent.filled.
     "ids": (np.uint16, ("N", "k")),
     "weights": (np.float32, ("N", "k")),
     # Position of each token in its batch, its phase and its sequence.
     "tokens": (np.int32, ("N",)),
     "phases": (np.uint8, ("N",)),
     "sequences": (np.int32, ("N",)),
-    # Predicted experts; an event's are [event_ahead, T, k].
+    # Predicted experts; those of one event have the shape [event_ahead, T, k].
     "ahead_ids": (np.uint16, ("A", "k")),
     "ahead_scores": (np.float32, ("A", "k")),
-    # Attention that each token receives (DyMoE eq. 1).
+    # Attention received by each token (DyMoE eq. 1).
     "importance": (np.float32, ("I",)),
 }
-# What version 8 has besides: what was in memory, and when versions changed.
+# Additional arrays of version 8: residency, and the times at which it changed.
 EARLIER = (
     *("start_tier", "step_us", "step_tick", "published"),
     *("held", "missing", "ahead_held", "ahead_missing"),
 )
-# Those that route events have a part of each, by the letter of their first axis.
+# Arrays that hold a part per route event, with the letter of their first axis.
 _BY_EVENT = {name: shape[0] for name, (_, shape) in ARRAYS.items() if shape[0] in ("N", "A", "I")}
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What ran. tiers: of the model file, best first; files: their names; in_use: the tiers that
-    the policy worked with, best first. settings: the policy's own, as it declares them; rules:
-    those that hold for every policy. expert_bytes: budget of the slots. read_bytes_per_s, of as
-    many reads at once as there are threads, and read_latency_us, which one alone takes beside its
-    bytes: measured on the file, 0 where they were not. dense_share: by phase, the part of the
-    computing that is not in the experts, measured with all of them skipped. transition_bytes is
-    what transitions read."""
+    """Facts about a recorded run.
+
+    - tiers: tiers of the model file, best first. files: names of the files.
+    - in_use: tiers that the policy used, best first.
+    - settings: the policy's own settings. rules: the settings that all policies share.
+    - transition_bytes: bytes read by tier transitions.
+    - expert_bytes: memory budget of the expert slots.
+    - read_bytes_per_s: measured read bandwidth with all I/O threads; 0 if not measured.
+    - read_latency_us: measured latency of a single read; 0 if not measured.
+    - dense_share: by phase, the fraction of compute time outside the experts, measured with all
+    experts skipped.
+    """
 
     version: int
     model: str
@@ -129,9 +134,11 @@ class Header:
 
 
 class Event(NamedTuple):
-    """One route event of T tokens, its arrays as of ARRAYS, those of A predicted layers as
-    [A, T, k]; importance is None where its tokens have none. compute_ns: until the next event,
-    without waits for reads."""
+    """One route event of T tokens, with its part of the arrays in ARRAYS.
+
+    Predictions for A layers have the shape [A, T, k]. importance is None without scores. compute_ns
+    is the time until the next event, without waits for reads.
+    """
 
     layer: int
     n_computed: int
@@ -147,7 +154,7 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One llama_decode. starts, prompt_ends, ends: as of ComputedStep."""
+    """One llama_decode call. starts, prompt_ends and ends have the meaning of ComputedStep."""
 
     phase: Phase
     n_tokens: int
@@ -159,7 +166,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A checked recording; arrays as the module describes them, `header` apart."""
+    """A validated recording: the header, and the arrays listed in ARRAYS."""
 
     header: Header
     arrays: dict[str, np.ndarray]
@@ -178,17 +185,17 @@ class Trace:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one event."""
+        """Largest number of tokens of one event."""
         return max(1, int(self.arrays["event_tokens"].max(initial=1)))
 
     @property
     def tiers(self) -> list[Tier]:
-        """As ExpertModel.tiers, with no more known of each than its name."""
+        """The same as ExpertModel.tiers, but only the names are known."""
         return [Tier(name, 0.0, 0) for name in self.header.tiers]
 
     @property
     def slices(self) -> list[tuple[tuple[Slice | None, ...], ...]]:
-        """As ExpertModel.slices: [layer][kind][tier]."""
+        """The same as ExpertModel.slices: [layer][kind][tier]."""
         return [
             tuple(
                 tuple(
@@ -201,26 +208,28 @@ class Trace:
         ]
 
     def tier_index(self, name: str) -> FileTier:
-        """The tier of this name. Raises TraceError listing the tiers there are."""
+        """Return the index of a tier. Raises TraceError, which lists the tiers, if it is
+        unknown.
+        """
         try:
             return FileTier(self.header.tiers.index(name.lower()))
         except ValueError:
             known = ", ".join(self.header.tiers)
-            raise TraceError(f"tier {name} is missing: the trace is of {known}") from None
+            raise TraceError(f"the trace has no tier {name}: choose one of {known}") from None
 
     @property
     def step_ms(self) -> np.ndarray:
-        """float64 [S]: what each step took, waits included."""
+        """Duration of each step in milliseconds, waits included, float64 [S]."""
         return self._by_step(self.arrays["event_ns"]) / 1e6
 
     @property
     def wait_ms(self) -> np.ndarray:
-        """float64 [S]: how long it waited for reads."""
+        """Time that each step waited for reads in milliseconds, float64 [S]."""
         return self._by_step(self.arrays["event_wait_us"]) / 1e3
 
     @property
     def compute_ms(self) -> np.ndarray:
-        """float64 [S]: what it took without the waits."""
+        """Duration of each step without waits in milliseconds, float64 [S]."""
         return self._by_step(self._compute_ns()) / 1e6
 
     def _compute_ns(self) -> np.ndarray:
@@ -234,8 +243,9 @@ class Trace:
         return sums
 
     def restored(self) -> dict[int, list[tuple[int, bytes]]]:
-        """(sequence, what the policy knew of it) of those that went on from kept tokens, by the
-        step before which they did."""
+        """Return the restored sequences and their policy states by the step before which they
+        came.
+        """
         found: dict[int, list[tuple[int, bytes]]] = {}
         at = 0
         for step, sequence, n_bytes in self.arrays["restored"].tolist():
@@ -245,7 +255,7 @@ class Trace:
         return found
 
     def lengths(self) -> dict[str, int]:
-        """How long the axes of ARRAYS are, by letter."""
+        """Return the lengths of the axes of ARRAYS by letter."""
         a, header = self.arrays, self.header
         tokens = a["event_tokens"].astype(np.int64)
         return {
@@ -265,7 +275,7 @@ class Trace:
         }
 
     def steps(self) -> Iterator[Step]:
-        """The steps in order; arrays are views."""
+        """Yield the steps in order. Their arrays are views."""
         a = self.arrays
         everyone = np.arange(len(a["step_phase"]) + 1)
         events = np.searchsorted(a["event_step"], everyone).tolist()

@@ -1,1 +1,1 @@
-"""The studies: tables and figures of the papers, and ours, measured on any model."""
+"""Studies that reproduce the papers' tables and figures, and our own, on any model."""

@@ -1,4 +1,4 @@
-"""Named activations of a model while it reads a text, for the studies."""
+"""Named activations of a model while it reads a text."""
 
 from __future__ import annotations
 
@@ -17,45 +17,49 @@ from orchestrator.lab.study.subject import Subject
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
 
-# What a tensor of a layer is: the residual stream before and behind the experts, the router's
-# input, its logits, and the experts that it chose, by the names that llama.cpp's graphs give them.
+# Names of a layer's tensors in llama.cpp's graphs: the residual stream before and after the
+# experts, the router's input, its logits, and the chosen experts.
 FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS = "ffn_inp", "l_out", "ffn_norm", "ffn_moe_logits"
 CHOSEN = "ffn_moe_topk"
-# Weights of those experts in the order of computing: each step is there where a family has it, and
-# the last one there is what the model multiplies by.
+# Weights of those experts, in the order in which they are computed. A model family has some of
+# these steps; the last one present is the weight that the model applies.
 GATES = ("ffn_moe_weights", *(f"ffn_moe_weights_{step}" for step in ("softmax", "norm", "scaled")))
 NAMES = (FFN_INPUT, OUTPUT, ROUTER_INPUT, ROUTER_LOGITS, CHOSEN, *GATES)
-# Of the activations of a read: those of two reads at once, and what is made of them.
+# Copies of a read's activations in memory: two reads, and the data derived from them.
 _COPIES = 3
 
 Activations = dict[tuple[str, int], np.ndarray]
 
 
 def applied_gates(found: Activations, layer: int) -> np.ndarray:
-    """The weights of each token's experts [T, k] as the model applies them: those of families that
-    renormalise add up to 1, or to their scale."""
+    """Return the weights of each token's experts [T, k] as the model applies them.
+
+    In model families that renormalize, they add up to 1 or to the model's scale.
+    """
     return next(found[name, layer] for name in reversed(GATES) if (name, layer) in found)
 
 
 def top(logits: np.ndarray, k: int) -> np.ndarray:
-    """The k best of each row [T, n], best first: int64 [T, k]."""
+    """Return the indices of the k largest values of each row [T, n], largest first: int64 [T,
+    k].
+    """
     return np.argsort(-logits, axis=1, kind="stable")[:, :k]
 
 
 def recall(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Share [T] of each row's actual entries [T, k] that are among its predicted ones [T, p]."""
+    """Return the fraction [T] of each row's actual entries [T, k] that are predicted [T, p]."""
     share: np.ndarray = (actual[:, :, None] == predicted[:, None, :]).any(axis=2).mean(axis=1)
     return share
 
 
 def routers_of(on: Subject) -> list[np.ndarray | None]:
-    """Each MoE layer's router, float32 [n_expert, width]; None where a layer has none."""
+    """Return the router of each MoE layer, float32 [n_expert, width]; None if it has none."""
     with on.model() as model:
         return [tensor(model, f"blk.{il}.ffn_gate_inp.weight") for il in on.layer_ids]
 
 
 def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Window, Activations]]:
-    """What the best tier computes of each window."""
+    """Yield each window with its activations in the best tier."""
     threads = on.config.n_threads
     texts = [window.tokens for window in windows]
     found = activations_of(on.config.model, texts, threads, on.config.ram)
@@ -67,11 +71,12 @@ def read_windows(on: Subject, windows: Sequence[Window]) -> Iterator[tuple[Windo
 def activations_of(
     path: Path, texts: Sequence[Sequence[int]], threads: int, ram: int | None = None
 ) -> Iterator[Activations]:
-    """Activations of each text of tokens, read at once: (name, layer) -> float32 [T, width]; int32
-    [T, k] of CHOSEN. ram: a cap on all that is in memory, with experts read from the file as they
-    are needed; None for the whole model.
+    """Yield the activations of each text, each read in one batch.
 
-    Raises GGUFError or BudgetError, and NativeError also where the model has none of those names.
+    They map (name, layer) to float32 [T, width], or to int32 [T, k] for CHOSEN. `ram` limits the
+    memory: experts are then read from the file on demand. None loads the whole model.
+
+    Raises GGUFError or BudgetError, and NativeError if the model's graph has none of the names.
     """
     found: Activations = {}
     longest, room = max(map(len, texts)), None
@@ -80,7 +85,7 @@ def activations_of(
             width = 3 * model.hparams.embedding_length + model.n_expert
             width += (1 + len(GATES)) * model.n_expert_used
             own = _COPIES * 4 * longest * width * len(model.layer_ids)
-        room = CalibrationRoom(ram, own, "what the study keeps of the text")
+        room = CalibrationRoom(ram, own, "the study's activations")
 
     def place(node: Node) -> tuple[str, int] | None:
         match = _NAME.fullmatch(node.name)
@@ -97,5 +102,5 @@ def activations_of(
             found.clear()
             reader.read(tokens)
             if not any(name == ROUTER_INPUT for name, _ in found):
-                raise NativeError("the model's graph does not name its router inputs as expected")
+                raise NativeError("the model's graph has no router input of the expected name")
             yield {key: value.reshape(len(tokens), -1) for key, value in found.items()}

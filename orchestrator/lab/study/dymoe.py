@@ -1,5 +1,4 @@
-"""Tables 1 and 2 and Figures 3, 5, 6 and 11 of DyMoE: the loss of its choices, and how well a layer
-predicts the experts of the next one.
+"""DyMoE's Tables 1 and 2 and Figures 3, 5, 6 and 11: quality loss, and prediction of experts.
 
 The paper measures accuracy (MMLU, CMMLU, GSM8K and C-Eval on Mixtral-8x7B and Qwen3-30B-A3B). These
 studies measure KL divergence, perplexity and, with questions, multiple choice on the given model.
@@ -49,7 +48,7 @@ MIXED, HIGH, LOW = "mixed", "high", "low"
 
 
 def _mixes(on: Subject, ratios: tuple[float, ...], ask: bool = False) -> list[Case]:
-    """High / skip and high / low at these ratios."""
+    """Return the cases high/skip and high/low at these retention ratios."""
     return [
         Case(f"{on.high} / {low}", on.mixed(low, r), MIXED, {"retention": r}, ask=ask)
         for low, r in product((SKIP, on.low), ratios)
@@ -69,8 +68,8 @@ class Accuracy(ScoredStudy):
         alone, mixed, base = found.by_size(), found.of(MIXED), found.tier(on.high)
         answers = ANSWERS if on.questions else ()
         note = (
-            f"KL (nats) and same top token: against {on.best}. Every token is decided on its own, "
-            f"every expert computed in the tier that was decided."
+            f"KL (nats) and same top token: relative to {on.best}. Every token is a decode step of "
+            f"its own, and every expert is computed in the tier that the policy chose."
         )
         tables = [
             found.table(title, (LABEL, *columns), several, base, on.high, answers, note)
@@ -89,7 +88,7 @@ class Accuracy(ScoredStudy):
 
 
 class Retention(ScoredStudy):
-    """Figure 11: quality over the retention ratio, from few critical experts to all of them."""
+    """Figure 11: quality by retention ratio, from few critical experts to all of them."""
 
     name = "retention"
 
@@ -112,7 +111,7 @@ class Retention(ScoredStudy):
             x = "realised share of critical experts"
             return Panel(x, y, drawn, on.basis, levels, percent=True)
 
-        panels = [panel(f"perplexity against {on.high}, %", "change")]
+        panels = [panel(f"perplexity relative to {on.high}, %", "change")]
         if on.questions:
             panels.append(panel("multiple choice, acc, %", "acc"))
         return Findings([table], panels)
@@ -120,7 +119,7 @@ class Retention(ScoredStudy):
 
 SEEDS = (1, 2, 3)
 FORMS = {False: "decode steps", True: "prompts"}
-# For each form: (label, setting of `importance`, at random?)
+# For each form: (label, setting `importance`, whether critical experts are random)
 KINDS = {
     False: (("gate score", "window", False), ("random", "load", True)),
     True: (
@@ -134,8 +133,11 @@ SPREADS = {"cosine": "depth-based", "flat": "equal"}
 
 
 class Critical(ScoredStudy):
-    """Figure 3: which experts are critical, chosen by importance or at random, with the cosine
-    schedule and with the same ratio in every layer; for decode steps and for prompts."""
+    """Figure 3: critical experts chosen by importance or at random.
+
+    Each is measured with the cosine schedule and with the same ratio in all layers, for decode
+    steps and for prompts.
+    """
 
     name = "critical"
 
@@ -159,7 +161,7 @@ class Critical(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         shown = Findings([], [], rows=2)
-        note = f"random: each token's figures are means of {len(SEEDS)} seeds."
+        note = f"random: each token's values are means of {len(SEEDS)} seeds."
         for form, low in product(FORMS.values(), (SKIP, on.low)):
             group, base = f"{form}, {on.high} / {low}", found.one(form)
             title = f"Critical experts of {group} (Figure 3)"
@@ -175,7 +177,7 @@ class Critical(ScoredStudy):
             shown.panels.append(
                 Panel(
                     "share of routed experts in high",
-                    f"perplexity against {on.high}, %",
+                    f"perplexity relative to {on.high}, %",
                     drawn,
                     group,
                     {"": 0.0},
@@ -189,7 +191,7 @@ class Critical(ScoredStudy):
 class Depth(ScoredStudy):
     """Figure 5: one layer at a time in the low tier, all others in the best one.
 
-    Two claims are separate: shallow layers are sensitive, and deep layers are resilient.
+    It tests two separate claims: shallow layers are sensitive, and deep layers are resilient.
     """
 
     name = "depth"
@@ -215,7 +217,7 @@ class Depth(ScoredStudy):
         changes = [row["change"] for row in table.rows]
         panel = Panel(
             f"the layer in {on.low}",
-            f"perplexity against all {on.best}, %",
+            f"perplexity relative to all {on.best}, %",
             [Line("", range(len(changes)), changes)],
             on.basis,
             percent=True,
@@ -226,9 +228,9 @@ class Depth(ScoredStudy):
 
 
 AHEAD, OFTEN = "next layer's router", "most used"
-# What is known of each layer but the first, the cosines first.
+# The metrics of each layer except the first, with their labels. The cosines come first.
 WAYS = {
-    OUTPUT: "behind the layer",
+    OUTPUT: "after the layer",
     FFN_INPUT: "before the experts",
     AHEAD: "x as it is",
     OFTEN: "most used experts",
@@ -236,13 +238,18 @@ WAYS = {
 
 
 class Similarity(Study):
-    """How well a layer says what the next one needs."""
+    """Similarity of neighboring layers, and prediction of a layer's experts from the layer
+    before.
+    """
 
     name = "similarity"
 
     def measure(self, on: Subject) -> Findings:
-        """Reads the text once with the best tier. Experts are ranked by the router's logits; a
-        model's selection biases and groups are left out."""
+        """Read the text once with the best tier.
+
+        Experts are ranked by the router's logits. A model's selection biases and expert groups are
+        ignored.
+        """
         found, chance = _measured(on), on.n_expert_used / on.n_expert
         pairs = list(zip(on.layer_ids, on.layer_ids[1:], strict=False))
 
@@ -267,7 +274,7 @@ class Similarity(Study):
                 f"Hidden state of neighbouring layers (Figure 6): {on.basis}",
                 (
                     Column("layers", "layers"),
-                    Column("cosine behind the layer (l_out)", OUTPUT, with_error),
+                    Column("cosine after the layer (l_out)", OUTPUT, with_error),
                     Column("cosine before the experts (ffn_inp)", FFN_INPUT, with_error),
                 ),
                 alike,
@@ -282,8 +289,8 @@ class Similarity(Study):
                 ),
                 ahead,
                 [
-                    "x: the router's input of the layer before, under the next layer's router. "
-                    "Most used: always the experts that this text uses most in that layer."
+                    "x as it is: the router of the layer applied to the router input of the layer "
+                    "before. Most used: always the experts that this text uses most in the layer."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
             ),
@@ -315,7 +322,10 @@ class Similarity(Study):
 
 
 def _measured(on: Subject) -> dict[str, list[list[float | None]]]:
-    """The mean of each figure in each layer but the first, of those that the model gives."""
+    """Return the mean of each metric, for each layer except the first.
+
+    Metrics whose tensors the model lacks are left out.
+    """
     layer_ids, k = on.layer_ids, on.n_expert_used
     routers = routers_of(on)
     values: dict[tuple[str, int], list[np.ndarray]] = defaultdict(list)

@@ -1,8 +1,8 @@
-"""Figure 3 and Table 4 of DynaExq: the loss of demoting experts, by the order in which they are
-demoted; and how much of the loss a hot set wins back in the same memory, beside uniform types that
-fit whole.
+"""DynaExq's Figure 3 and Table 4: the quality loss of demoted experts, and the benefit of a hot
+set.
 
-The paper's Table 4 has the accuracy of Qwen3 and Phi-3.5-MoE on five benchmarks; this study
+Figure 3 varies the order of demotion. Table 4 compares a hot set with uniform types in the same
+memory. The paper's Table 4 has the accuracy of Qwen3 and Phi-3.5-MoE on five benchmarks; this study
 measures KL divergence and perplexity on the given model instead.
 """
 
@@ -43,13 +43,13 @@ from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.memory.footprint import model_shape
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExqSettings, resident_plan
 
-# Of hot sets that are chosen at random.
+# Seeds of random hot sets.
 SEEDS = (1, 2, 3)
 NEVER = {"update_steps": 0}
 
 
 class Residency:
-    """The high and the low tier of a subject, and what memory they take."""
+    """The high and the low tier of a subject, with the memory they need."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -59,20 +59,24 @@ class Residency:
             self.shape = model_shape(model, tiers)
 
     def budget_bytes(self, n_high: int) -> int:
-        """The least budget that holds n_high experts of each layer high, and what swaps need."""
+        """Return the smallest budget for n_high high experts per layer, with the slots that swaps
+        need.
+        """
         plenty = 2 * (self.shape.all_slot_bytes(HIGH) + self.shape.all_slot_bytes(LOW))
         found = resident_plan(self.shape, plenty, n_high)
         if found is None:
-            raise ConfigError("the model has no experts to hold in two precisions")
+            raise ConfigError("the model has no experts that can have two precisions")
         return found[0].plan().total_bytes
 
     def counts(self, shares: tuple[float, ...]) -> list[int]:
-        """So many experts of a layer as these shares are, one at least."""
+        """Convert fractions of a layer's experts to numbers of experts, at least 1 each."""
         return sorted({max(1, round(share * self.shape.n_expert)) for share in shares})
 
     def settings(self, n_high: int, **more: Any) -> Settings:
-        """Settings: the n_high hottest experts of each layer high, the first ones where nothing is
-        known of their use."""
+        """Return settings with the n_high hottest experts of each layer in the high tier.
+
+        Without known usage, these are the first experts.
+        """
         return {
             "policy": "dynaexq",
             "high_tier": self.subject.high,
@@ -84,18 +88,21 @@ class Residency:
         }
 
     def placed(self, n_high: int) -> Settings:
-        """Settings: in the same bytes, with the policy that places experts by each prompt: as many
-        of them high as fit, n_high at most."""
+        """Return settings for the same memory with the policy that places experts after each
+        prompt.
+
+        It puts as many experts in the high tier as fit, at most n_high.
+        """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)
 
 
-STEPS = 8  # points of a curve, besides its start
+STEPS = 8  # points of a curve after its start
 COLD, RANDOM, HOT_FIRST = ("cold first", "at random", "hot first")
 
 
 class Demotion(ScoredStudy):
-    """What demotion costs. Residency does not change while the text is read."""
+    """The quality loss of demotion. Residency does not change while the text is read."""
 
     name = "demotion"
     halved = True
@@ -114,7 +121,7 @@ class Demotion(ScoredStudy):
         ways: dict[str, list[Uses]] = {COLD: [hotness], RANDOM: [*by_chance], HOT_FIRST: [coldness]}
         for order, several in ways.items():
             for demoted in levels:
-                # Where none or all are demoted, the order does not matter.
+                # The order does not matter if no or all experts are demoted.
                 if demoted not in (0, n):
                     settings = residency.settings(n - demoted, **NEVER)
                     row = {"demoted": demoted, "order": order}
@@ -142,7 +149,7 @@ class Demotion(ScoredStudy):
         note = (
             f"Hotness: tokens routed to each expert in {on.n_tokens - scored.n_tokens} other "
             f"tokens of the same text, every expert in {scored.high}. Residency does not change "
-            f"while the text is read. {RANDOM}: each token's figures are means of {len(SEEDS)} "
+            f"while the text is read. {RANDOM}: each token's values are means of {len(SEEDS)} "
             f"seeds."
         )
         title = f"Demoted experts of each layer, {scored.high} to {scored.low} (Figure 3)"
@@ -152,7 +159,7 @@ class Demotion(ScoredStudy):
         drawn = lines(table.rows, "demoted", "change")
         panel = Panel(
             f"experts of each layer in {scored.low}, of {n}",
-            f"perplexity against all {scored.high}, %",
+            f"perplexity relative to all {scored.high}, %",
             drawn,
             scored.basis,
             percent=True,
@@ -160,7 +167,7 @@ class Demotion(ScoredStudy):
         return Findings([table], [panel])
 
 
-HELD = (0.25, 0.5, 0.75)  # shares of the experts that a budget holds high
+HELD = (0.25, 0.5, 0.75)  # fractions of the experts in the high tier
 GOAL = 1.3
 EMPTY, STARTED, FIXED, NULL = (
     "dynaexq, cold start",
@@ -170,12 +177,13 @@ EMPTY, STARTED, FIXED, NULL = (
 )
 PLACED, PLACED_EMPTY = "context, with the first half's hotness", "context, cold start"
 HOT = "hot"
-# The best tier, high and low: between the last two it is told what was won back.
+# Number of reference cases: the best, the high and the low tier. The recovered KL is relative to
+# the difference between high and low.
 N_ENDS = 3
 
 
 class HotMemory(ScoredStudy):
-    """What a hot set wins back in the same memory."""
+    """The KL that a hot set recovers in the same memory."""
 
     name = "memory"
     halved = True
@@ -183,7 +191,10 @@ class HotMemory(ScoredStudy):
     policies = ("dynaexq", "context")
 
     def n_before(self, on: Subject) -> int:
-        """Uses of each text. Passes over a domain are shorter than those over all of the text."""
+        """Return the number of passes that measure usage, one per part of the text.
+
+        A pass over one domain is shorter than a pass over the whole text.
+        """
         return len(parts_of(on))
 
     def cases(self, on: Subject) -> list[Case]:
@@ -223,7 +234,7 @@ class HotMemory(ScoredStudy):
             Column("experts high", "high", percent(0, " %")),
             Column("routed to high", "routed_high", share),
             *quality(on.best, on.high),
-            Column("won back", "won_back", share_with_error),
+            Column("recovered", "won_back", share_with_error),
             Column("ratio", "ratio", fixed(2)),
             Column("promoted", "promoted"),
         )
@@ -239,7 +250,7 @@ class HotMemory(ScoredStudy):
             for number, (row, (_, score)) in enumerate(
                 zip(found.rows(every, high), every, strict=True)
             ):
-                # The share of the way from the KL of low to that of high.
+                # The fraction of the KL difference between low and high that is recovered.
                 kl, way = low.text.kl - score.text.kl, low.text.kl - high.text.kl
                 won = None if number < N_ENDS else arithmetic.share(kl, way)
                 rows.append(_row(row, score, won, on, whole))
@@ -253,27 +264,29 @@ class HotMemory(ScoredStudy):
             shown.panels.append(_panel(on, part, hot, rows[len(ends) :]))
         steps = DynaExqSettings.of(on.config.of_policies).update_steps
         shown.tables[-1].footnotes.append(
-            f"Each text is read token by token in one go, the hot sets updated every "
-            f"{steps} steps. The first half's hotness: what "
-            f"{on.n_tokens - found.on.n_tokens} other tokens of the same text were routed to, "
-            f"those of the domain where it is one. won back: share of the KL from all {on.low} "
-            f"to all {on.high}; ratio: won back / experts high. A uniform type takes the bytes of "
-            f"its file, and tiers of the model take slots, of whole pages. Swaps take time, so "
-            f"rows that adapt differ a little from run to run. Rows of context are there where the "
-            f"text has prompts (--prompt-tokens): it places its experts behind each."
+            f"Each text is read token by token, and the hot sets are updated every {steps} steps. "
+            f"The first half's hotness: the routing of {on.n_tokens - found.on.n_tokens} other "
+            f"tokens of the same text or domain. recovered: share of the KL difference between all "
+            f"{on.low} and all {on.high}; ratio: recovered / experts high. The memory of a uniform "
+            f"type is that of its file; tiers of the model use slots of whole pages. Swaps take "
+            f"time, so adaptive rows vary slightly between runs. The policy context needs a text "
+            f"with prompts (--prompt-tokens), because it places experts after each prompt."
         )
         return shown
 
 
 def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) -> Row:
-    """A configuration beside what it won back, None for the ends of the way. Experts that moved are
-    half of them promoted; a policy that places as many as fit says how many these are. whole: slots
-    of all experts in high."""
+    """Return a configuration's row with the fraction of KL that it recovered.
+
+    `won` is None for the reference cases. `whole` is the slot memory of all experts in the high
+    tier. Half of the moved experts are promoted. If the policy decides the number of high experts
+    itself, its report gives that number.
+    """
     report, held = score.report, row.get("high")
     if "hot_per_layer" in report:
         held = report["hot_per_layer"] / on.n_expert
     promoted = report["moves"] // 2 if "moves" in report else report.get("promotions")
-    # A file of one type takes its bytes, and tiers of the model take slots.
+    # A uniform file needs the bytes of its experts; tiers of the model need slots.
     taken = row["slots"] if row.get("tier", HOT) else row["bytes"]
     return {
         **row,
@@ -287,7 +300,7 @@ def _row(row: Row, score: Score, won: Estimate | None, on: Subject, whole: int) 
 
 
 def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel:
-    """What was won back of a text, over the share of high experts that each memory is for."""
+    """Return the panel of the recovered KL of a text by the fraction of high experts."""
     scored = on.on(part.second)
     meant = {case.row["slots"]: 100 * case.row["high"] for case, _ in hot}
     drawn = lines(
@@ -297,24 +310,24 @@ def _panel(on: Subject, part: Part, hot: list[Scored], rows: list[Row]) -> Panel
         dashed=lambda label: label in (FIXED, NULL),
     )
     drawn += [
-        Line("as many as are high", [0, 100], exact([0, 1]), True),
+        Line("same share as high experts", [0, 100], exact([0, 1]), True),
         Line(f"{GOAL:g} times that", [0, 100 / GOAL], exact([0, 1]), True),
     ]
     return Panel(
         f"experts in {on.high}, %",
-        f"KL won back from {on.low} to {on.high}, %",
+        f"KL recovered from {on.low} to {on.high}, %",
         drawn,
         f"{part.name}, {scored.n_tokens} tokens",
         percent=True,
     )
 
 
-IN_MEMORY = (0.0, 0.25, 0.5, 0.75)  # shares of the experts that a memory holds high, and one more
+IN_MEMORY = (0.0, 0.25, 0.5, 0.75)  # fractions of the experts in high
 MIX = "dynaexq"
 
 
 class EqualMemory(ScoredStudy):
-    """The same memory for uniform types and for mixes."""
+    """Uniform types and precision mixes in the same memory."""
 
     name = "equal"
     halved = True
@@ -325,8 +338,8 @@ class EqualMemory(ScoredStudy):
         residency, listed = Residency(on), uniform_cases(on, on.tiers)
         hotness = cache(partial(on.uses, halves(on.windows)[0], on.high))
         n, whole = on.n_expert, residency.shape.all_slot_bytes(0)
-        # Beside the shares, as many as fit in what all of them high would take, with the spare
-        # slots of swaps.
+        # One more case has the largest number of high experts that, with the spare slots of swaps,
+        # fits in the memory of all experts in high.
         fit = (high for high in range(n) if residency.budget_bytes(high) <= whole)
         for n_high in sorted({*(round(held * n) for held in IN_MEMORY), max(fit, default=n)}):
             row = {"bytes": residency.budget_bytes(n_high)}
@@ -347,11 +360,11 @@ class EqualMemory(ScoredStudy):
             for row, (_, score) in zip(tables[-1].rows, several, strict=True):
                 row["above"] = above(score, mix[1])
         tables[-1].footnotes.append(
-            f"uniform: of the types of a method that fit whole, the one with the least KL. "
-            f"dynaexq: every expert in memory, in {on.high} or {on.low}, started with what "
-            f"{on.n_tokens - scored.n_tokens} other tokens of the same text were routed to. KL "
-            f"above dynaexq's: paired; below 0 is better. A uniform type takes the bytes of its "
-            f"file, and a mix takes slots, of whole pages."
+            f"uniform: the type with the smallest KL of those that fit whole, for each method. "
+            f"dynaexq: every expert in memory, in {on.high} or {on.low}, started with the routing "
+            f"of {on.n_tokens - scored.n_tokens} other tokens of the same text. KL above "
+            f"dynaexq's: paired; below 0 is better. The memory of a uniform type is that of its "
+            f"file; a mix uses slots of whole pages."
         )
         drawn = lines(
             [*tables[0].rows, *found.rows(found.of(MIX), base)],
@@ -364,7 +377,7 @@ class EqualMemory(ScoredStudy):
 
 
 def _best_that_fit(alone: list[Scored], n_bytes: int) -> list[Scored]:
-    """The types of each method that fit whole, the one with the least KL."""
+    """Return, for each method, the type with the smallest KL that fits whole."""
     fit = [each for each in alone if each[0].row["bytes"] <= n_bytes]
     by_method = (
         [each for each in fit if each[0].row["method"] == method]

@@ -1,9 +1,10 @@
-"""Studies of FIRM-MoE on a recorded run, in virtual time: the gain of each part (Table 1, Figures 4
-and 5), and the loss of eq. 11 over candidates K and layers P, with the choice of each way to tune
-(Figure 6).
+"""Studies of FIRM-MoE on a recorded run, in virtual time.
 
-Of Table 2, which compares n = 1 and n = 2 matrices loaded ahead, there are rows for n = 1 and for
-whole experts (n = 3). n = 2 is not played; `replay --prefetch-kinds 2` plays it. K is at most k,
+FirmParts measures the gain of each part (Table 1, Figures 4 and 5). VotesLoss measures the loss of
+eq. 11 over candidates K and layers P, and the choice of each tuning method (Figure 6).
+
+The paper's Table 2 compares prefetching n = 1 and n = 2 matrices of an expert. FirmParts has rows
+for n = 1 and for whole experts (n = 3). `replay --prefetch-kinds 2` measures n = 2. K is at most k,
 the number of candidates that the look-ahead records.
 """
 
@@ -31,23 +32,23 @@ from orchestrator.policy.firm import ALL, CLIMB, FIRM, GROUPS, MOL, RANK, Tuner,
 
 NO_PREFETCH, BASE = "no prefetch", "BB: top-k, whole experts"
 WORLDS = {NO_PREFETCH: "as the store reads", BASE: "rigid link, as in the paper"}
-# Shares of the experts that have slots, where no --expert-ram says how many.
+# Fractions of the experts that have slots, unless --expert-ram is given.
 HELD = (0.5, 0.6, 0.8)
-# Decode steps that are left out, in which the slots fill.
+# Decode steps that are ignored while the slots fill.
 WARM_UP = 16
 
 _NEVER = 2**24
 _BASIS = (
-    "Off-policy: one run is played, which loads by the best pair so far, and every pair is counted "
-    "against what that run has in memory. In-sample: a pair is judged on the tokens that chose it."
+    "Off-policy: one run prefetches by the best pair so far, and every pair is scored against the "
+    "residency of that run. In-sample: a pair is scored on the tokens by which it was chosen."
 )
 
-# Of a group, by P - 1 and K - 1.
+# Losses of a group, indexed by [P - 1][K - 1].
 Grid = list[list[float]]
 
 
 class Played(NamedTuple):
-    """What is measured on: a trace that looks ahead, and what is asked of its replays."""
+    """The subject of a study: a trace with look-ahead, and the options of its replays."""
 
     library: Library
     trace: Trace
@@ -60,7 +61,10 @@ class Played(NamedTuple):
         every: int | None = None,
         **changes: Any,
     ) -> tuple[Setup, Outcome]:
-        """The trace with a policy. every: of FIRM's tuner; changes: of the options."""
+        """Replay the trace with a policy.
+
+        `every` is the interval of FIRM's tuner, in steps. `changes` are changes to the options.
+        """
         asked = replace(self.options, policy=policy, settings=settings, **changes)
         speed, time = speed_and_time(self.trace.header, asked)
         made = set_up_for(self.trace, asked, policy_class(policy), speed)
@@ -70,29 +74,32 @@ class Played(NamedTuple):
 
 
 class OfTrace(Drawn):
-    """A study of a trace that looks ahead."""
+    """A study of a trace with look-ahead."""
 
     def publish(
         self, library: Library, trace: Trace, options: ReplayOptions, folder: Path | None
     ) -> list[Table]:
-        """Measures, and writes the tables and the picture to the folder. Raises ConfigError where
-        the trace does not do."""
+        """Measure, and write the tables and the plot to a folder.
+
+        Raises ConfigError if the trace or the options are unsuitable.
+        """
         folder = self.check(folder)
         if not trace.arrays["event_ahead"].any():
             raise ConfigError(
-                f"--study {self.name}: the trace does not look ahead, record it with --policy "
+                f"--study {self.name}: the trace has no look-ahead: record it with --policy "
                 f"{FIRM.name} --agree {MOL} --n-ahead 4"
             )
         if options.policy not in (None, FIRM.name):
             raise ConfigError(
-                f"--study {self.name} plays --policy {FIRM.name}: leave the other out"
+                f"--study {self.name} replays --policy {FIRM.name}: remove --policy "
+                f"{options.policy}"
             )
         found = self.measure(Played(library, trace, options))
         return self.write(folder, found, model=trace.header.model)
 
 
 class Part(NamedTuple):
-    """A row of FIRM's parts. changes: of the options."""
+    """A row of the comparison of FIRM's parts. `changes` are changes to the options."""
 
     name: str
     policy: str
@@ -101,9 +108,11 @@ class Part(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """What is compared, by the base that it is compared with: as the store reads, with no prefetch;
-    and what the paper compares, on a link with one queue for all reads, with its base. K = P = 3
-    where the model has as many experts a token as k."""
+    """Return the compared rows by the name of their baseline.
+
+    The first baseline has no prefetch and reads as the store does. The second is that of the paper,
+    with one queue for all reads. K = P = 3 if the model uses at least 3 experts per token.
+    """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
     one, few = {"votes": f"{k},1"}, {"votes": f"{min(3, k)},3"}
@@ -115,7 +124,7 @@ def parts(k: int) -> dict[str, list[Part]]:
     return {
         NO_PREFETCH: [
             Part("lru", "lru", {}),
-            Part("whole experts waited for", FIRM.name, off, whole),
+            Part("waits for whole experts", FIRM.name, off, whole),
             Part(NO_PREFETCH, FIRM.name, off),
             Part("dymoe, r=1", "dymoe", dymoe),
             *(Part(f"firm, {way}, n={n}", FIRM.name, ahead(way, n)) for way, n in ways),
@@ -131,7 +140,7 @@ def parts(k: int) -> dict[str, list[Part]]:
 
 
 class FirmParts(OfTrace):
-    """The gain of each part of FIRM, by the share of the experts that have slots.
+    """The gain of each part of FIRM, by the fraction of the experts that have slots.
 
     Slots are divided evenly among the layers; the paper has one LRU cache for all of them.
     """
@@ -168,10 +177,10 @@ class FirmParts(OfTrace):
             )
             panels.append(Panel("slots, % of the experts", f"x {base}", drawn, world))
         tables[-1].footnotes.append(
-            f"Virtual time, decode steps behind the first {WARM_UP}. n: matrices of an expert that "
-            f"are loaded ahead; rank, mol: the vote, with K and P tuned; x base: mean steps "
-            f"against {NO_PREFETCH}, or BB; answer tok/s: by the time of the prompt and the answer "
-            f"(Figure 5); x none: bytes against {NO_PREFETCH}."
+            f"Virtual time, decode steps after the first {WARM_UP}. n: prefetched matrices per "
+            f"expert; rank, mol: the vote, with K and P tuned; x base: mean step time relative to "
+            f"{NO_PREFETCH}, or BB; answer tok/s: includes the time of the prompt (Figure 5); "
+            f"x none: bytes relative to {NO_PREFETCH}."
         )
         return Findings(tables, panels)
 
@@ -191,7 +200,7 @@ _PARTS = (
 
 
 def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
-    """The figures of one row."""
+    """Return the metrics of one row."""
     made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
     stats, phase = outcome.stats, Phase.DECODE
     decoded = on.trace.arrays["step_phase"] == phase
@@ -212,8 +221,10 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 class VotesLoss(OfTrace):
-    """Play a trace with FIRM: once to count every (K, P) with K <= k on every token, and once for
-    each way to tune, whose choice is then looked up in these counts."""
+    """The loss of every pair (K, P) with K <= k, and the pairs that the tuning methods choose.
+
+    One replay counts every pair on every token. One more replay per tuning method gives its choice.
+    """
 
     name = "votes-loss"
 
@@ -228,12 +239,12 @@ class VotesLoss(OfTrace):
         }
         if not any(loss for rows in losses.values() for row in rows for loss in row):
             raise ConfigError(
-                f"--study {self.name}: everything was in memory: give a smaller --expert-ram"
+                f"--study {self.name}: all experts were in memory: use a smaller --expert-ram"
             )
         tuned = {way: _tuner(on, {**asked, "tune": way})[0] for way in (ALL, CLIMB)}
         tokens = min(min(each.tokens, each.until) for each in tuned.values())
         title = (
-            f"Loss of eq. 11 a layer and token over K, P (Figure 6 of FIRM-MoE): "
+            f"Loss of eq. 11 per layer and token over K, P (Figure 6 of FIRM-MoE): "
             f"{on.trace.header.model}, slots for {100 * held:.0f} % of the experts; tuned in "
             f"{tokens} tokens"
         )
@@ -246,7 +257,7 @@ class VotesLoss(OfTrace):
             for way, votes in chosen.items():
                 row[f"{way}_ratio"] = at[votes] / least if least else None
             rows.append(row | {f"P={p}": min(each) for p, each in enumerate(grid, 1)})
-            # The loss over K, a line for each P, with what is the least and what tuning finds.
+            # The loss over K with a line for each P, the minimum, and the choices of the tuners.
             drawn = [
                 Line(f"P = {p}", range(1, len(each) + 1), exact(each))
                 for p, each in enumerate(grid, 1)
@@ -256,14 +267,14 @@ class VotesLoss(OfTrace):
                 for name, (k, p) in {"least": best, **chosen}.items()
             ]
             title = f"{group} layers"
-            panels.append(Panel("candidates K", "loss a layer and token", drawn, title))
+            panels.append(Panel("candidates K", "loss per layer and token", drawn, title))
         return Findings([Table(title, _columns(len(grid)), rows, [_BASIS])], panels)
 
 
 def _tuner(
     on: Played, settings: Mapping[str, Any], every: int | None = None
 ) -> tuple[Tuner, float]:
-    """The tuner at the end of the trace, and the share of the experts that had slots."""
+    """Return the tuner at the end of the trace, and the fraction of the experts that had slots."""
     made, _ = on.play(FIRM.name, settings, every)
     assert isinstance(made.policy, FIRM)
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()

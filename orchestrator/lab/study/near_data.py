@@ -1,9 +1,9 @@
-"""Figures 2 and 4 of the near-data paper, and its Table 3 by KL divergence: how well a prompt
-predicts the experts that its answer uses, and few bits for the experts that are not hot.
+"""The near-data paper's Figures 2 and 4, and its Table 3 measured by KL divergence.
 
-Figure 2 is made in part: the most and the least used expert of each layer. Figure 3, how the
-experts change from one decode step to the next, is not made. The paper's Table 3 has the accuracy
-of Mixtral-8x7B on eight tasks, which this study does not reproduce.
+They show how well a prompt predicts the experts of its answer, and the loss of low precision for
+experts that are not hot. Figure 2 is reproduced in part: the most and the least used expert of each
+layer. Figure 3, the change of experts between decode steps, is not reproduced. The paper's Table 3
+has the accuracy of Mixtral-8x7B on eight tasks, which this study does not measure.
 """
 
 from __future__ import annotations
@@ -55,30 +55,32 @@ from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.context import OWN as OWN_SLOTS
 from orchestrator.policy.context import SHARED
 
-# A window gives nothing to compare with fewer tokens in its prompt or in its answer.
+# Minimum number of tokens of a window's prompt, and of its answer.
 LEAST = 8
 
-# P~ and S of section 4.1: Figure 4 is of P, and experts are placed by S.
+# The quantities P~ and S of section 4.1. Figure 4 shows P; experts are placed by S.
 COUNTS, OWN = "own prompt, P", "own prompt, S"
 RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
-# What is looked at by layer, with the head of its column.
+# The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
-    COUNTS: "cosine of the answer's use with the prompt's, P",
+    COUNTS: "cosine of the answer's usage with the prompt's P",
     OWN: "with the prompt's S",
     RIGHT: "with others",
-    ALIKE: "with uniform use",
+    ALIKE: "with uniform usage",
 }
 
-# What each way of choosing says of a window's experts, scores [n_layers, n_expert]; None where
-# there is no text to choose by.
+# Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
+# text to predict from.
 Choices = dict[str, np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one window used, [n_layers, n_expert] each: counts and gate sums of its prompt, counts
-    of its answer."""
+    """The expert usage of one window, each array [n_layers, n_expert].
+
+    counts and gates: uses and summed gate weights in its prompt. answer: uses in its answer.
+    """
 
     domain: str
     counts: np.ndarray
@@ -87,20 +89,23 @@ class Usage:
 
     @property
     def all(self) -> np.ndarray:
-        """Counts of both."""
+        """Uses in prompt and answer together."""
         both: np.ndarray = self.counts + self.answer
         return both
 
 
 def captured(scores: np.ndarray, used: np.ndarray, n_hot: int) -> float:
-    """Uses [n_layers, n_expert] of the n_hot experts of each layer with the largest scores."""
+    """Return the uses [n_layers, n_expert] of the n_hot best-scored experts per layer, summed."""
     hot = np.argsort(-scores, axis=1, kind="stable")[:, :n_hot]
     return float(np.take_along_axis(used, hot, axis=1).sum())
 
 
 def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
-    """Of one window. Others: all other windows of the same domain; those of other domains are the
-    wrong profile."""
+    """Return the scores of each prediction method for one window.
+
+    "others" is the mean of all other windows of the same domain. "other domains" is the wrong
+    profile: the mean of all windows of other domains.
+    """
     own, alike = usages[at], np.zeros(usages[at].counts.shape)
 
     def mean(same: bool) -> np.ndarray | None:
@@ -128,19 +133,22 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
 
 
 def blend(profile: str) -> str:
-    """The name of the own prompt with a profile that counts as so many tokens."""
+    """Return the label of the window's own prompt combined with a profile."""
     return f"prompt + {USUAL_PRIOR} of {profile}"
 
 
 class PromptContext(Study):
-    """How well a prompt says what its answer needs."""
+    """How well a prompt predicts the experts of its answer."""
 
     name = "context"
 
     def measure(self, on: Subject) -> Findings:
-        """Reads the text once with the best tier. A record's context is the prompt; of a window
-        without one, its first half. The last layer's part of a prompt is predicted from the layer
-        before, as the policy does it. Raises ConfigError where no window is long enough."""
+        """Read the text once with the best tier.
+
+        The prompt is a record's context, or the first half of a window without one. The last
+        layer's usage in a prompt is predicted from the layer before, as in the policy. Raises
+        ConfigError if no window is long enough.
+        """
         usages = read_usages(on)
         n_hot = max(1, on.n_expert // 4)
         every = [choices(usages, at, on.n_expert_used) for at in range(len(usages))]
@@ -157,10 +165,10 @@ class PromptContext(Study):
                 ),
                 list(domain_rows(usages, every, n_hot)),
                 [
-                    "P: how often the prompt used each expert, which is what the paper's Figure 4 "
-                    "compares; S: its importance, half of it P, half the gates' sums. Others: the "
-                    "other prompts and answers of the same domain; other domains: the wrong "
-                    "profile. Prompt + n: S with the profile as n further tokens."
+                    "P: number of uses of each expert by the prompt, as in the paper's Figure 4; "
+                    "S: importance, half P and half summed gate weights. Others: the other prompts "
+                    "and answers of the same domain; other domains: a wrong profile. Prompt + n: S "
+                    "with the profile counted as n more tokens."
                 ],
             ),
             Table(
@@ -179,16 +187,19 @@ class PromptContext(Study):
             for by in BY_LAYER
             if by_layer[0][by] is not None
         ]
-        return Findings(tables, [Panel("layer", "cosine with the answer's use", drawn, on.basis)])
+        return Findings(tables, [Panel("layer", "cosine with the answer's usage", drawn, on.basis)])
 
 
 def prompt_tokens(window: Window) -> int:
-    """Tokens of a window that count as its prompt."""
+    """Return the number of tokens of a window that count as its prompt."""
     return window.first if window.first >= LEAST else len(window.tokens) // 2
 
 
 def with_prompts(windows: Sequence[Window]) -> list[Window]:
-    """Those windows that are long enough, each with its prompt. Raises ConfigError without any."""
+    """Return the windows that are long enough, divided into prompt and answer.
+
+    Raises ConfigError if there are none.
+    """
     found = [
         replace(window, first=n_prompt, prompt=True)
         for window in windows
@@ -196,14 +207,14 @@ def with_prompts(windows: Sequence[Window]) -> list[Window]:
     ]
     if not found:
         raise ConfigError(
-            f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: give a longer "
-            f"text, or a larger --window"
+            f"no window has {LEAST} tokens of a prompt and {LEAST} of an answer: use a longer "
+            f"text or a larger --window"
         )
     return found
 
 
 def read_usages(on: Subject) -> list[Usage]:
-    """What each window of with_prompts used, by one pass over the text in the best tier."""
+    """Return the usage of each window of with_prompts. Reads the text once in the best tier."""
     router = routers_of(on)[-1]
     with on.model() as model:
         gating = model.hparams.gating
@@ -221,12 +232,11 @@ def usage_of(
     n_expert: int,
     gating: int = SOFTMAX,
 ) -> Usage:
-    """What a window used, from its activations: the experts that the model chose, with the weights
-    that it applied.
+    """Return a window's expert usage: the experts that the model chose, with its gate weights.
 
-    router [n_expert, width]: of the last layer, None where its own choices have to do; gating: as
-    of Hyperparameters. The router ranks the input of the layer before, as the hook does for the
-    policy, and its gates are the scores of all experts.
+    `router` [n_expert, width] is that of the last layer, applied to the router input of the layer
+    before, as the hook does for the policy. Its gate weights are the scores of all experts. None
+    uses the last layer's own choices. `gating` has the meaning of Hyperparameters.
     """
     n = prompt_tokens(window)
     counts, gates, answer = np.zeros((3, len(layer_ids), n_expert))
@@ -244,7 +254,7 @@ def usage_of(
 
 
 def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
-    """What a router makes of its logits, float64 [T, n_expert]."""
+    """Return a router's scores from its logits, float64 [T, n_expert]."""
     if gating == SIGMOID:
         sigmoid: np.ndarray = 1 / (1 + np.exp(-logits.astype(np.float64)))
         return sigmoid
@@ -254,8 +264,10 @@ def _scores(logits: np.ndarray, gating: int) -> np.ndarray:
 
 
 def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -> Iterator[Row]:
-    """Each way of choosing in each domain that it says something of: the mean cosine, and the
-    share of all routed experts that it captures."""
+    """Yield a row for each prediction method in each domain that it applies to.
+
+    A row has the mean cosine and the fraction of all routed experts that the hot experts cover.
+    """
     for domain in dict.fromkeys(usage.domain for usage in usages):
         for by in every[0]:
             mine = [
@@ -265,7 +277,7 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
             ]
             asked = sum(float(answer.sum()) for _, answer in mine)
             caught = sum(captured(scores, answer, n_hot) for scores, answer in mine)
-            # What is alike in all experts captures the share of experts that are hot.
+            # With equal scores, the hot experts are random.
             if by == ALIKE:
                 caught = asked * n_hot / usages[0].counts.shape[1]
             if asked:
@@ -276,7 +288,7 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
 def layer_rows(
     usages: Sequence[Usage], every: Sequence[Choices], layer_ids: Sequence[int]
 ) -> Iterator[Row]:
-    """How unevenly each layer's experts are used, and the mean cosines."""
+    """Yield a row per layer with the most and least used expert and the mean cosines."""
     frequency = shares(np.sum([usage.all for usage in usages], axis=0))
     known = {
         by: [
@@ -295,27 +307,31 @@ def layer_rows(
 
 
 BITS = (3.0, 2.0)
-HOT = (0.25, 0.5)  # shares of the experts of a layer; the paper's is one half
+HOT = (0.25, 0.5)  # fractions of a layer's experts; the paper uses one half
 PAPER, OURS = "prompt, losses alone (the paper)", "prompt and profile"
 STATIC, RANDOM = "profile alone", "random"
 UNIFORM = "prompt and profile, uniform bits"
-FIXED = "prompt and profile, so many experts of each width"
+FIXED = "prompt and profile, fixed number of experts per width"
 JUDGED, ASKED = "judged", "asked"
 _SEED = 1
 
 
-# The near tiers of a file by their nominal bits, all different, the widest first.
+# The near tiers of a file by their distinct nominal bits, the widest first.
 NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Of a file's tiers, best first: the best one of each width below the best tier."""
+    """Return the best tier of each width below the best tier. `tiers` are a file's tiers, best
+    first.
+    """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 
 
 class NearBits(ScoredStudy):
-    """What choosing bits by the prompt wins over the same bits for all. Each domain's first half
-    says how its experts are used, and its second half is judged."""
+    """The gain of choosing bits by the prompt over equal bits for all near experts.
+
+    The first half of each domain measures the expert usage, and its second half is scored.
+    """
 
     name = "near-bits"
     policies = ("context",)
@@ -328,7 +344,7 @@ class NearBits(ScoredStudy):
         near, (everything, *domains) = near_tiers(on.tiers), parts_of(on)
         bits, asked = _bits(on, near), on.config.given("hot_experts")
         hot = [asked] if asked else sorted({max(1, round(share * on.n_expert)) for share in HOT})
-        # One reading of all texts, when it is first asked for.
+        # Reads all texts once, at the first call.
         usages = cache(lambda: dict(zip(map(id, on.windows), read_usages(on), strict=True)))
         listed = []
         for part in domains or [everything]:
@@ -352,7 +368,7 @@ class NearBits(ScoredStudy):
 
     def show(self, found: Scores, on: Subject) -> Findings:
         scored, rows = found.on, []
-        # By text, hot experts and bits: all in the best tier, and uniform bits.
+        # Baselines: everything in the best tier by domain, and uniform bits by _place.
         bases = {case.row["domain"]: s for case, s in found.of(JUDGED) if not case.row["bits"]}
         equal = {_place(case): s for case, s in found.of(JUDGED) if case.label == UNIFORM}
         for case, score in found.of(JUDGED):
@@ -378,11 +394,11 @@ class NearBits(ScoredStudy):
             Column("KL above uniform bits", "above", four_digits),
         )
         note = (
-            f"Hot experts are in {on.best}. Each domain is judged on its second half; the profile "
-            f"is its first half. {STATIC} and {RANDOM}: placed before the first prompt, and never "
-            f"again. Near experts share slots of the widest tier, so that each prompt has its own "
-            f"bits; where so many of each width are fixed, each has slots of its own. KL above "
-            f"uniform bits: paired, of the same hot experts; below 0 is better."
+            f"Hot experts are in {on.best}. Each domain is scored on its second half; the profile "
+            f"is its first half. {STATIC} and {RANDOM}: placed once, before the first prompt. Near "
+            f"experts share slots of the widest tier, so each prompt can have other bits; with a "
+            f"fixed number per width, each width has its own slots. KL above uniform bits: paired, "
+            f"with the same hot experts; below 0 is better."
         )
         tables = [
             Table(f"Near experts in few bits (Table 3): {scored.basis}", columns, rows, [note])
@@ -409,27 +425,29 @@ def _place(case: Case) -> tuple[str, int | None, float | None]:
 
 
 def _bits(on: Subject, near: NearTiers) -> list[float]:
-    """Mean nominal bits that are looked at: those asked for, else the paper's that the file allows.
-    Raises ConfigError where there are none."""
+    """Return the mean nominal bits to measure: those of the options, or the paper's.
+
+    Values below the file's lowest tier are left out. Raises ConfigError if none is left.
+    """
     asked = on.config.given("near_bits")
     wanted = BITS if asked is None else (float(asked),)
     found = [bits for bits in wanted if bits >= min(near)]
     if not found:
         raise ConfigError(
-            f"{on.name} holds nothing below {near[min(near)]}: pack it with a tier of "
-            f"{min(wanted):g} bits or less"
+            f"{on.name} has no tier below {near[min(near)]}: pack it with a tier of at most "
+            f"{min(wanted):g} bits"
         )
     return found
 
 
 def _profile(usages: Callable[[], dict[int, Usage]], part: Part) -> np.ndarray:
-    """How much the first half of a text used each expert. usages: by the window's id."""
+    """Return the mean usage of a part's first half. `usages` maps a window's id to its usage."""
     mean: np.ndarray = np.mean([shares(usages()[id(each)].all) for each in part.first], axis=0)
     return mean
 
 
 def _alone(on: Subject, tier: str, bits: float | None, part: Part, group: str) -> Case:
-    """Every expert in one tier."""
+    """Return the case with all experts in one tier."""
     row: Row = {"domain": part.name, "bits": bits, "hot": None}
     ask = group == ASKED
     return Case(f"all in {tier}", on.uniform(tier), group, row, part, ask=ask)
@@ -438,8 +456,11 @@ def _alone(on: Subject, tier: str, bits: float | None, part: Part, group: str) -
 def _cases(
     on: Subject, near: NearTiers, bits: float, n_hot: int, part: Part, known: Uses, group: str
 ) -> list[Case]:
-    """What is compared with so many hot experts and bits. To questions, each with a prompt of its
-    own, only what places its experts by that."""
+    """Return the compared cases for a number of hot experts and a number of bits.
+
+    For questions, each of which has its own prompt, only the methods that place experts by the
+    prompt are included.
+    """
     memory = {"policy": "context", "high_tier": None, "low_tier": None, "ram": None}
     usual = {**memory, "expert_ram": None, "hot_experts": n_hot, "near_bits": bits}
     by_prompt = {**usual, "near_slots": SHARED}

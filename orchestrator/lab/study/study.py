@@ -1,4 +1,6 @@
-"""The form of every study: settings that are compared on a subject become tables and a picture."""
+"""The base classes of all studies: configurations are compared on a subject and shown as tables and
+a plot.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from orchestrator.settings import flag_of
 
 
 def show_change(found: Sequence[float | None]) -> str:
-    """A relative change with its standard error, as "+1.23 % +- 0.45"."""
+    """Format a relative change with its standard error, as "+1.23 % +- 0.45"."""
     value, error = (0.0 if each is None else 100 * each for each in found)
     return f"{value:+.2f} % +- {error:.2f}"
 
 
 def _lower(row: Row) -> float | None:
-    """The share of the routed experts that were computed low, or not at all."""
+    """Return the fraction of the routed experts that were computed in a lower tier or skipped."""
     usage = row["usage"]
     if usage is None:
         return None
@@ -47,13 +49,13 @@ def _lower(row: Row) -> float | None:
 
 
 LABEL = Column("configuration", "configuration", left=True)
-# What a configuration did.
+# Columns: the precision mix of a configuration.
 DONE = (
     Column("r", "retention", "{:g}".format),
     Column("realised", lambda row: row["retention"] and row["realised"], fixed(3)),
     Column("low or skipped", _lower, percent(1, " %")),
 )
-# What all experts take in one type, and what a weight of theirs does.
+# Columns: size of all experts in one type, and bits per weight.
 SIZE = (Column("experts", "bytes", format_size), Column("bits", "bits", fixed(2)))
 ANSWERS = (Column("acc", "acc", share_with_error), Column("acc_norm", "acc_norm", share_with_error))
 four_digits = partial(with_error, digits=4)
@@ -61,8 +63,11 @@ share = percent(1, " %")
 
 
 def quality(best: str, base: str) -> tuple[Column, ...]:
-    """The columns of quality, the same in every table: the distance from the best tier first.
-    base: what the perplexity's relative change is from."""
+    """Return the quality columns, the same in all tables; the KL divergence from the best tier is
+    first.
+
+    `base` names the configuration that the perplexity is compared with.
+    """
     return (
         Column(f"KL from {best}", "kl", four_digits),
         Column("perplexity", "perplexity", with_error),
@@ -72,8 +77,10 @@ def quality(best: str, base: str) -> tuple[Column, ...]:
 
 
 def figures(score: Score, base: Score) -> Row:
-    """What a configuration came to, its quality with standard errors and by domain. base: what the
-    perplexity's change is from."""
+    """Return the metrics of a configuration, with standard errors and by domain.
+
+    `base` is the score that the perplexity is compared with.
+    """
     found: Row = {
         "realised": score.realised,
         "usage": score.usage,
@@ -89,19 +96,19 @@ def figures(score: Score, base: Score) -> Row:
 
 
 def above(score: Score, other: Score) -> list[float | None] | None:
-    """How much higher a KL is than another one, paired; None of itself."""
+    """Return by how much a score's KL exceeds another's, paired; None for the same score."""
     return None if score is other else pair(arithmetic.mean(score.text.kl - other.text.kl))
 
 
-# With fewer, standard errors are larger than what studies look for.
+# With fewer tokens, standard errors exceed the effects that studies look for.
 LEAST_TOKENS = 512
-# The group of every expert in one type, a tier of the model or another file.
+# The group of cases with all experts in one type: a tier of the model, or another file.
 UNIFORM = "uniform"
 
 
 @dataclass(slots=True)
 class Findings:
-    """What a study found. rows: of panels in its picture."""
+    """The results of a study. `rows` is the number of rows of panels in the plot."""
 
     tables: list[Table]
     panels: list[Panel]
@@ -109,26 +116,30 @@ class Findings:
 
 
 class Drawn(ABC):
-    """What is measured on something, and written as tables and a picture."""
+    """A measurement whose results are written as tables and a plot."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def measure(self, on: Any) -> Findings:
-        """Measures everything; raises MoeEdgeError where that cannot begin."""
+        """Perform all measurements. Raises MoeEdgeError if they cannot begin."""
 
     def check(self, folder: Path | None) -> Path:
-        """The folder. Raises ConfigError without one or without matplotlib, before anything is
-        measured."""
+        """Return the output folder.
+
+        Raises ConfigError before any measurement if the folder or matplotlib is missing.
+        """
         if folder is None:
-            raise ConfigError("a study writes tables and plots: give --out DIR")
-        # It is imported when it draws: what the models take is measured and capped without it.
+            raise ConfigError("a study writes tables and plots to a folder: give --out DIR")
+        # matplotlib is imported later, so that its memory does not count while models are measured.
         require_matplotlib("--study")
         return folder
 
     def write(self, folder: Path, found: Findings, **basis: Any) -> list[Table]:
-        """Writes NAME.md, NAME.json, NAME.png and NAME.svg to a folder, which is made: all of them
-        or none. basis: what it was measured on. Raises OSError."""
+        """Write NAME.md, NAME.json, NAME.png and NAME.svg to a folder, all or none of them.
+
+        The folder is created if necessary. `basis` describes the measured model. Raises OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"title": table.title, "rows": list(table.rows)} for table in found.tables]
         data = {"study": self.name, **basis, "tables": rows}
@@ -141,8 +152,11 @@ class Drawn(ABC):
 
 
 class Study(Drawn):
-    """A study of a model and a text. rivals: uniform types that fit whole are rows of it.
-    policies: those whose settings it takes, beside the default one."""
+    """A study of a model and a text.
+
+    rivals: uniform types that fit whole are rows of the study. policies: policies whose settings it
+    accepts, in addition to the default policy.
+    """
 
     policies: ClassVar[tuple[str, ...]] = ()
     rivals: ClassVar[bool] = False
@@ -155,25 +169,27 @@ class Study(Drawn):
         report: Progress,
         note: Callable[[str], None],
     ) -> list[Table]:
-        """Measures, and writes the tables and the picture to the folder. note gets sentences for
-        the user while it does. Raises ConfigError for what the study has no use for."""
+        """Measure, and write the tables and the plot to a folder.
+
+        `note` receives messages for the user. Raises ConfigError for options that have no effect.
+        """
         folder = self.check(folder)
         for setting in config.of_policies:
             having = owners(setting)
             if not {DEFAULT, *self.policies} & set(having):
                 raise ConfigError(
-                    f"{flag_of(setting)} is for {' and '.join(having)}: the study {self.name} has "
-                    f"no use for it"
+                    f"{flag_of(setting)} has no effect on the study {self.name}: it is a setting "
+                    f"of {' and '.join(having)}"
                 )
         if not self.rivals:
             if options.uniform is not None or options.calib is not None:
-                raise ConfigError(f"the study {self.name} has no use for --uniform and --calib")
+                raise ConfigError(f"--uniform and --calib have no effect on the study {self.name}")
             options = replace(options, uniform=(NONE,))
         on = Subject(config, options, report, note)
         if on.n_tokens < LEAST_TOKENS:
             raise ConfigError(
-                f"{options.text}: {on.n_tokens} tokens are too few for a study, whose figures "
-                f"would be noise: {LEAST_TOKENS} are the least (a longer --text or --max-tokens)"
+                f"{options.text}: {on.n_tokens} tokens are too few for a study, the minimum is "
+                f"{LEAST_TOKENS}: use a longer --text or a larger --max-tokens"
             )
         cost = on.uniform_types.cost()
         if cost:
@@ -186,11 +202,15 @@ class Study(Drawn):
 class Case:
     """One configuration that a study scores.
 
-    settings: changes of the subject's config. group: which table, or panel, it is in. row: figures
-    that are known beforehand. Of neighbours with one group, label, row and part, each token's
-    figures are averaged. part: the text, None for all that is scored. used: says how much each
-    expert was used before. decider: what decides in the place of the policy. prefill: the text
-    is read as prompts. ask: questions are put too.
+    - settings: changes to the subject's config.
+    - group: the table or panel that shows the case.
+    - row: values known in advance. The values of adjacent cases with equal group, label, row and
+    part are averaged per token.
+    - part: the part of the text to score; None for all.
+    - used: returns the expert usage that the policy knows from before.
+    - decider: returns a replacement for the policy's decisions.
+    - prefill: read the text as prompts.
+    - ask: also score the questions.
     """
 
     label: str
@@ -205,7 +225,7 @@ class Case:
 
     @property
     def place(self) -> tuple[str, str, Row, Part | None]:
-        """What repeated cases have in common."""
+        """The key that repeated cases share."""
         return self.group, self.label, self.row, self.part
 
 
@@ -213,7 +233,7 @@ Scored = tuple[Case, Score]
 
 
 def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[Case]:
-    """Every expert in one tier of the model, with its size."""
+    """Return a case for each tier, with all experts in it, and the tier's size."""
     files = tiers_of(on.config)
     return [_of_file(files[tier], on.uniform(tier), tier, ask) for tier in tiers]
 
@@ -221,7 +241,7 @@ def uniform_cases(on: Subject, tiers: Sequence[str], ask: bool = False) -> list[
 def _of_file(
     file: UniformFile, settings: Settings, tier: str | None = None, ask: bool = False
 ) -> Case:
-    """tier: the one of the model that it is; None for another type."""
+    """Return the case of a uniform type. `tier` is its name in the model, None for another file."""
     row: Row = {"bytes": file.n_bytes, "slots": file.slot_bytes, "bits": file.bits}
     row |= {"method": file.method, "tier": tier}
     return Case(file.label, settings, UNIFORM, row, ask=ask)
@@ -229,14 +249,17 @@ def _of_file(
 
 @dataclass(slots=True)
 class Scores:
-    """What each case scored, in their order. on: what is scored; reference: of all of it."""
+    """The scores of all cases in order.
+
+    `on` is the scored subject. `reference` holds the log-probabilities of all its tokens.
+    """
 
     on: Subject
     reference: Reference
     scored: list[Scored] = field(default_factory=list)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Score cases. Neighbours that differ only in what decides share a loaded model."""
+        """Score cases. Adjacent cases with the same settings share a loaded model."""
         runs: list[Scored] = []
         for (settings, part, used), same in groupby(
             cases, key=lambda each: (each.settings, each.part, each.used)
@@ -254,7 +277,7 @@ class Scores:
             self.scored.append((case, score.averaged([each for _, each in others])))
 
     def of(self, group: str, part: Part | None = None) -> list[Scored]:
-        """The cases of one group, of one part where it is given."""
+        """Return the scored cases of a group, optionally only those of one part."""
         return [
             (case, score)
             for case, score in self.scored
@@ -262,20 +285,22 @@ class Scores:
         ]
 
     def by_size(self) -> list[Scored]:
-        """Every expert in one type, the smallest first."""
+        """Return the cases with all experts in one type, the smallest type first."""
         return sorted(self.of(UNIFORM), key=lambda each: (each[0].row["bytes"], each[0].label))
 
     def one(self, group: str) -> Score:
-        """The score of the only case of a group."""
+        """Return the score of a group's only case."""
         ((_, score),) = self.of(group)
         return score
 
     def tier(self, name: str) -> Score:
-        """The score of every expert in one tier of the model."""
+        """Return the score of the case with all experts in one tier of the model."""
         return next(score for case, score in self.scored if case.row.get("tier") == name)
 
     def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
-        """Cases as rows of a table. base: what the perplexity's change is from."""
+        """Return table rows for the cases. `base` is the score that the perplexity is compared
+        with.
+        """
         return [
             {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}
             for case, score in found
@@ -291,14 +316,16 @@ class Scores:
         after: Sequence[Column] = (),
         note: str = "",
     ) -> Table:
-        """Cases under these columns, those of quality and what comes after. base, name: what the
-        perplexity's change is from."""
+        """Return a table of cases: `columns`, the quality columns, then `after`.
+
+        The perplexity is compared with `base`, which is called `name`.
+        """
         every = (*columns, *quality(self.on.best, name), *after)
         rows, notes = self.rows(found, base), [note] if note else []
         return Table(f"{title}: {self.on.basis}", every, rows, notes)
 
 
-# The name of a figure of rows, or what takes it from one.
+# The key of a value in a row, or a function that returns the value.
 Figure = str | Callable[[Row], Any]
 
 
@@ -310,8 +337,10 @@ def lines(
     dashed: Callable[[str], bool] = lambda label: False,
     share: int = 1,
 ) -> list[Line]:
-    """A line for each label, which `by` says, through its rows. share: so many lines have a
-    colour."""
+    """Return one line per label, through the points of its rows.
+
+    `by` gives the label of a row. `share` consecutive lines have the same color.
+    """
 
     def of(row: Row, figure: Figure) -> Any:
         return row[figure] if isinstance(figure, str) else figure(row)
@@ -326,25 +355,28 @@ def lines(
 
 
 class ScoredStudy(Study):
-    """A study of cases, each compared with what the best tier says to each token. halved: each
-    domain's first half says how experts are used, and its second half is scored."""
+    """A study of cases, each compared with the best tier token by token.
+
+    halved: the first half of each domain measures the expert usage, and only the second half is
+    scored.
+    """
 
     halved: ClassVar[bool] = False
 
     @abstractmethod
     def cases(self, on: Subject) -> list[Case]:
-        """What is compared, in the order of the tables. No pass is made here."""
+        """Return the cases in the order of the tables. Does not read the text yet."""
 
     @abstractmethod
     def show(self, found: Scores, on: Subject) -> Findings:
-        """The tables and panels. on: the subject with all of its text."""
+        """Return the tables and panels. `on` is the subject with its whole text."""
 
     def scored(self, on: Subject) -> Subject:
-        """What is scored of a subject."""
+        """Return the subject with the part of its text that is scored."""
         return on.on(halves(on.windows)[1]) if self.halved else on
 
     def n_before(self, on: Subject) -> int:
-        """Passes beside the cases, the files and the reference: those that count uses."""
+        """Return the number of passes that measure expert usage."""
         return int(self.halved)
 
     def measure(self, on: Subject) -> Findings:
@@ -355,7 +387,7 @@ class ScoredStudy(Study):
             found = Scores(scored, reference)
             found.run(cases)
             if self.rivals:
-                # Each is gone before the next one is made.
+                # Each file is deleted before the next one is created.
                 for file in on.uniform_types.files(on.report):
                     settings = {**on.uniform(""), "model": file.path, "high_tier": None}
                     found.run([_of_file(file, settings)])

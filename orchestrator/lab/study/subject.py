@@ -1,6 +1,9 @@
-"""What studies measure on: one model, one text, one set of questions, many configurations; and
-decisions to compare a policy's with. Each of these wraps the policy of a loaded model, whose slots
-stay as planned; a study puts it in the place of `Driver.policy`."""
+"""The subject of a study: one model and one text, and optionally questions, scored in many
+configurations.
+
+Wrappers replace parts of a loaded model's policy for comparison. A study sets one as
+`Driver.policy`; the slots stay as planned.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ from orchestrator.runtime.runtime import Runtime
 
 
 class Wrapper:
-    """A policy that is the inner one but for what it does instead, by the names of its methods."""
+    """A policy that delegates to `inner`, except for the methods given by name."""
 
     def __init__(self, inner: Policy, **instead: Callable[..., Any]) -> None:
         self.inner = inner
@@ -58,9 +61,11 @@ class Wrapper:
 
 
 def random_critical(inner: Policy, seed: int) -> Wrapper:
-    """As many critical experts in each layer and step as the inner policy has, but any of those
-    that the router chose: the null baseline of Figure 3. A seed fixes the choice for each step
-    and layer."""
+    """Choose critical experts at random: the baseline of Figure 3.
+
+    Each layer and step has as many critical experts as the inner policy chose, drawn from those
+    that the router chose. The seed fixes the choice for each step and layer.
+    """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         inner.decide(event, view, out)
@@ -72,7 +77,9 @@ def random_critical(inner: Policy, seed: int) -> Wrapper:
 
 
 def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
-    """Every expert of one MoE layer in one tier, all others in the best: Figure 5."""
+    """Request every expert of one MoE layer in `tier`, and all others in the best tier
+    (Figure 5).
+    """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
         if event.layer == layer:
@@ -82,8 +89,11 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
 
 
 def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Every expert stays where it started, after a prompt as well. It wraps a policy that has not
-    been told of a step, so that reports carry what it wants."""
+    """Keep all experts where they started, also after prompts.
+
+    The wrapper must be installed before the first step, so that the reports contain the data that
+    the inner policy requires.
+    """
     stays: dict[str, Callable[..., Any]] = {
         "on_step": lambda report: (),
         "warm": lambda resident, target: None,
@@ -91,20 +101,23 @@ def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
     return Wrapper(inner, **stays | instead)
 
 
-# So many passes have ended when the time of all is estimated: the first one opens the model anew.
+# Number of passes after which the total time is estimated. The first one is slower.
 _ESTIMATE_AFTER = 2
 SKIP = "skip"
-# The name of all of a text, beside its domains.
+# The name of the whole text, next to the names of its domains.
 ALL = "all"
 
 Settings = dict[str, Any]
-# Says how much each expert was used, float64 [n_layers, n_expert].
+# Returns the usage of each expert, float64 [n_layers, n_expert].
 Uses = Callable[[], np.ndarray]
 
 
 class Passes:
-    """Counts passes over the text and names each of them in its bar. They take about as long as
-    each other. begun: how many there were; total: how many there will be, 0 for unknown."""
+    """Counts passes over the text, reports their progress and estimates the remaining time.
+
+    All passes take about the same time. `begun` is the number of passes begun; `total` is the
+    expected number, 0 if unknown.
+    """
 
     def __init__(
         self,
@@ -116,12 +129,12 @@ class Passes:
         self._start_s = 0.0
 
     def expect(self, total: int, n_tokens: int) -> None:
-        """There will be so many, over about so many tokens each; that is said."""
+        """Announce the number of passes, and the maximum number of tokens of each."""
         self.total = total
         self._note(f"{total} passes over up to {n_tokens} tokens of the text")
 
     def begin(self, label: str) -> Callable[[float], None]:
-        """What gets the share of the next pass that is done."""
+        """Begin a pass. Returns a function that reports the pass's completed fraction."""
         done, now_s = self.begun, time.monotonic()
         if not done:
             self._start_s = now_s
@@ -131,7 +144,7 @@ class Passes:
             named += f" of {self.total}"
             if done >= _ESTIMATE_AFTER:
                 left_s = (now_s - self._start_s) / done * (self.total - done)
-                named += f", {duration(left_s)} left in all"
+                named += f", {duration(left_s)} left in total"
                 if done == _ESTIMATE_AFTER:
                     self._note(
                         f"The first {done} of {self.total} passes took "
@@ -141,7 +154,7 @@ class Passes:
 
 
 def duration(seconds: float) -> str:
-    """ "40 s", "12 min", "3 h 20 min"."""
+    """Format a duration, for example as 40 s, 12 min or 3 h 20 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -150,11 +163,13 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One configuration's scores.
+    """The scores of one configuration.
 
-    choices: None where no questions were put. realised: mean share of critical experts by the
-    policy's own counts for decode steps, None where it has none. report: what the policy says of
-    itself. slot_bytes: of all slots.
+    - choices: scores of the questions; None if they were not asked.
+    - realised: mean fraction of critical experts in decode steps, as counted by the policy; None if
+    the policy does not count them.
+    - report: the policy's own report.
+    - slot_bytes: memory of all slots.
     """
 
     text: TextScores
@@ -166,12 +181,14 @@ class Score:
 
     @property
     def high(self) -> float:
-        """The share of the routed experts that were asked for in the high tier."""
+        """The fraction of the routed experts that the policy requested in the high tier."""
         return (self.usage["high"] or 0.0) if self.usage else 0.0
 
     def averaged(self, others: Sequence[Score]) -> Score:
-        """This one with the figures of each token, and the share of high, averaged over it and
-        others, which have the same reference."""
+        """Average the values of each token, and the high fraction, over this score and others.
+
+        All must have the same reference.
+        """
         rows = (self, *others)
         text = replace(
             self.text,
@@ -185,9 +202,9 @@ class Score:
 
 
 class Subject:
-    """Loads the model for each configuration, and scores the same tokens with each.
+    """Loads the model in each configuration, and scores the same tokens with each.
 
-    high, low: the tiers of a two-tier plan; tiers: all of the file, best first.
+    high, low: the tiers of a two-tier plan. tiers: all tiers of the file, best first.
     """
 
     def __init__(
@@ -197,17 +214,20 @@ class Subject:
         report: Progress,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """note gets what the passes over the text say. Raises ConfigError where the text, the
-        questions or the tiers do not do."""
+        """Read the text and open the model once.
+
+        `note` receives messages about the passes. Raises ConfigError for an unsuitable text,
+        questions or tiers.
+        """
         if options.text is None:
             raise ConfigError("a study needs a text: give --text FILE")
         if options.prefill or options.reuse or options.kl:
             raise ConfigError(
-                "a study chooses how it judges: no --prefill, --reuse or --kl with it"
+                "--study cannot be combined with --prefill, --reuse or --kl: remove them"
             )
         for name in ("policy", "retention"):
             if config.given(name) is not None:
-                raise ConfigError(f"a study chooses what it compares: leave out --{name}")
+                raise ConfigError(f"--study cannot be combined with --{name}: remove it")
         documents = read_documents(options.text, options.text_tokens)
         self.questions = read_questions(options.choices) if options.choices else []
         self.report = report
@@ -217,7 +237,7 @@ class Subject:
         if config.low:
             with ExpertModel.open(config.low) as model:
                 self._low_tiers = tuple(tier.name for tier in model.tiers)
-        # Any configuration tokenizes alike; the settings are for the policies that a study names.
+        # Tokenization does not depend on the settings, which may belong to policies of the study.
         unset = dict.fromkeys(self.config.of_policies)
         with (
             Runtime.open(self.config.with_changes(**unset)) as runtime,
@@ -235,38 +255,38 @@ class Subject:
         self.low = config.low_tier or self.tiers[-1]
         if len(self.tiers) < 2:
             raise ConfigError(
-                f"{config.model} holds one precision, {self.tiers[0]}: a study compares several, "
-                f"of a file packed with them or of --low FILE"
+                f"{config.model} has only one precision, {self.tiers[0]}, but a study compares "
+                f"several: use a file packed with several tiers, or --low FILE"
             )
 
     @property
     def best(self) -> str:
-        """The best tier, which all is compared with."""
+        """The best tier, which all configurations are compared with."""
         return self.tiers[0]
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that each configuration is scored on."""
+        """Number of tokens that each configuration is scored on."""
         return sum(window.n_scored for window in self.windows)
 
     @property
     def basis(self) -> str:
-        """What the figures rest on, for the title of a table."""
+        """Description of the model and the text, for table titles."""
         questions = f", {len(self.questions)} questions" if self.questions else ""
         return f"{self.name}, {self.n_layers} layers, {self.n_tokens} tokens{questions}, one run"
 
     def on(self, windows: Sequence[Window]) -> Subject:
-        """The same with some of the windows alone."""
+        """Return the same subject with only these windows."""
         other = copy(self)
         other.windows = list(windows)
         return other
 
     def model(self) -> ExpertModel:
-        """The model's file, with its lower precisions. The caller closes it."""
+        """Open the model's file with its lower precisions. The caller closes it."""
         return ExpertModel.open(self.config.model, self.config.low)
 
     def reference(self) -> Reference:
-        """What the best tier says, decided token by token. The caller closes it."""
+        """Return the best tier's log-probabilities from decode steps. The caller closes them."""
         step = self.passes.begin("Reading with the best tier")
         config = best_config(self.config, self.best)
         with (
@@ -276,7 +296,7 @@ class Subject:
             return read_reference(evaluator, self.windows, False, step)
 
     def uniform(self, tier: str) -> Settings:
-        """Settings: every expert in one tier."""
+        """Return the settings with every expert in one tier."""
         settings: Settings = {
             "policy": "lru",
             "high_tier": tier,
@@ -289,7 +309,9 @@ class Subject:
         return settings
 
     def mixed(self, low: str, retention: float, **more: Any) -> Settings:
-        """Settings: critical experts in the high tier, the others in low, or "skip"."""
+        """Return the settings with critical experts in high and the others in `low`, which may be
+        "skip".
+        """
         return {
             "policy": "dymoe",
             "high_tier": self.high,
@@ -301,8 +323,10 @@ class Subject:
 
     @contextmanager
     def open(self, settings: Settings, used: np.ndarray | None = None) -> Iterator[Evaluator]:
-        """Load the model with these settings, and yield its evaluator. used [n_layers, n_expert]:
-        how much each expert was used before, as its policy remembers it."""
+        """Load the model with these settings, and yield its evaluator.
+
+        `used` [n_layers, n_expert] is the expert usage that the policy finds in its profile.
+        """
         with tempfile.TemporaryDirectory() as folder:
             if used is not None:
                 settings = {**settings, "profile": Path(folder) / "profile.json"}
@@ -323,8 +347,10 @@ class Subject:
         prefill: bool = False,
         ask: bool = False,
     ) -> Score:
-        """Score the text. decider: returns what decides in the place of the policy, which is put
-        back afterwards. ask: put the questions too."""
+        """Score the text, and the questions if `ask` is set.
+
+        `decider` returns a wrapper that replaces the policy until the scoring is done.
+        """
         own = evaluator.inside.policy
         if decider is not None:
             evaluator.inside.driver.policy = cast(Policy, decider(own))
@@ -352,8 +378,11 @@ class Subject:
         )
 
     def uses(self, windows: Sequence[Window], tier: str) -> np.ndarray:
-        """The share of the tokens of these windows that uses each expert, with every expert in one
-        tier: float64 [n_layers, n_expert]."""
+        """Return the fraction of the windows' tokens that use each expert, float64 [n_layers,
+        n_expert].
+
+        All experts are computed in one tier.
+        """
         settings = {**self.uniform(tier), "policy": "mixed", "ram": None, "expert_ram": 1 << 48}
         whole = [replace(window, prompt=False) for window in windows]
         total, steps = np.zeros((self.n_layers, self.n_expert)), 0
@@ -373,14 +402,16 @@ class Subject:
         return total / max(1, steps)
 
     def random_uses(self, seed: int) -> np.ndarray:
-        """Uses that say nothing: an order of each layer's experts by chance."""
+        """Return random usage: a random order of each layer's experts."""
         rng = np.random.default_rng(seed)
         return np.stack([rng.permutation(self.n_expert) + 1.0 for _ in range(self.n_layers)])
 
 
 def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
-    """Each domain's first half, for the uses of experts, and its second one, to be scored; both in
-    the text's order. Raises ConfigError where a domain is a single window."""
+    """Divide each domain into a first half, to measure usage, and a second half, to score.
+
+    Both are in the text's order. Raises ConfigError if a domain has only one window.
+    """
     left = {window.domain: 0 for window in windows}
     for window in windows:
         left[window.domain] += window.n_scored
@@ -392,8 +423,8 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
         if window is most[domain] and domain not in seen:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
-                f"{named} is one window, which cannot be both measured for hotness and scored: "
-                f"raise --max-tokens or lower --window"
+                f"{named} has only one window, but a study needs one for hotness and one to score: "
+                f"increase --max-tokens or decrease --window"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (
@@ -407,8 +438,11 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A text to be judged in one go, all of it or a domain: places int [m], where its tokens stand
-    among all that are scored; first, second: its windows, the second ones are scored."""
+    """A part of a text that is scored without interruption: the whole text or one domain.
+
+    `places` int [m] are the positions of its tokens among all scored tokens. Only the `second`
+    windows are scored; the `first` ones measure usage.
+    """
 
     name: str
     places: np.ndarray
@@ -417,7 +451,7 @@ class Part:
 
 
 def parts_of(on: Subject) -> list[Part]:
-    """All of a text, then each of its domains where there are several."""
+    """Return the whole text, followed by its domains if there are several."""
     first, second = halves(on.windows)
     domains = np.repeat([each.domain for each in second], [each.n_scored for each in second])
     found = [Part(ALL, np.arange(len(domains)), first, second)]

@@ -1,5 +1,7 @@
-"""Uniform types that fit whole: every expert in one type, made from the best tier of a model. They
-are the rival of every mix of tiers, in as many bytes of memory."""
+"""Uniform types: files with all experts in one type, made from a model's best tier.
+
+Studies compare precision mixes with them in the same memory.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,20 @@ from orchestrator.lab.eval.run import EvalOptions
 from orchestrator.memory.footprint import model_shape
 from orchestrator.runtime.load import Progress
 
-# What is tried where nothing was asked for: types that take seconds to make. The IQ types take
-# ten times as long.
+# Default types, which take seconds to quantize. The IQ types take ten times as long.
 USUAL = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class UniformFile:
-    """One uniform type as a file. method: how it was quantized, "" where the file does not say.
-    n_bytes: of its experts, which is what they take in memory where everything fits; slot_bytes:
-    what their slots would take; bits: a weight of theirs, the mean."""
+    """A file with all experts in one type.
+
+    - method: quantization method, "" if the file does not name it.
+    - n_bytes: size of its experts, which is their memory if everything fits.
+    - slot_bytes: memory of their slots.
+    - bits: mean bits per expert weight.
+    """
 
     tier: str
     method: str
@@ -58,12 +63,18 @@ class UniformFile:
 
 
 class UniformTypes:
-    """The uniform types to compare with: made one after the other in a temporary folder, each gone
-    before the next one is made; or the files that were given in their place."""
+    """The uniform types to compare with.
+
+    They are created one after another in a temporary folder, and each is deleted before the next.
+    Files that the user named are used instead.
+    """
 
     def __init__(self, config: Config, options: EvalOptions) -> None:
-        """Raises ConfigError for types that cannot be made, MismatchError for files of another
-        model."""
+        """Choose the types.
+
+        Raises ConfigError for types that cannot be created, MismatchError for files of another
+        model.
+        """
         self._model, self._calib, self._threads = config.model, options.calib, config.threads
         asked = USUAL if options.uniform is None else options.uniform
         asked = () if asked == (NONE,) else asked
@@ -73,7 +84,7 @@ class UniformTypes:
             shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
             types = self._types(model, [name for name in asked if not name.endswith(".gguf")])
             if options.uniform is None:
-                # Those that are smaller than the best tier, and that all experts can have.
+                # Keep types that are smaller than the best tier and fit the rows of all experts.
                 types = [
                     each
                     for each in types
@@ -88,14 +99,14 @@ class UniformTypes:
                     check_same(model, other)
         self._kinds: list[tuple[GGMLType, str]] = []
         for each in types:
-            # A tier of the model itself is not made again.
+            # Tiers of the model itself are not created again.
             if each not in IMPORTANCE_TYPES and each.tier_name not in tiers:
                 self._kinds.append((each, RTN))
             if self._calib is not None:
                 self._kinds.append((each, IMATRIX))
 
     def _types(self, model: ExpertModel, names: list[str]) -> list[GGMLType]:
-        """The smallest first."""
+        """Parse the type names. Returns the types, smallest first."""
         try:
             types = parse_types(names, importance=True)
         except QuantizeError as error:
@@ -103,18 +114,18 @@ class UniformTypes:
         needy = [each.tier_name for each in types if each in IMPORTANCE_TYPES]
         if needy and self._calib is None:
             raise ConfigError(
-                f"--uniform {needy[0]} needs an importance matrix: give --calib TEXT, a text to "
-                f"calibrate on"
+                f"--uniform {needy[0]} needs an importance matrix: give a text to calibrate on "
+                f"with --calib FILE"
             )
         return sorted(types, key=bits_per_weight)
 
     @property
     def n_files(self) -> int:
-        """How many there will be."""
+        """Number of files to compare with."""
         return len(self._files) + len(self._kinds)
 
     def cost(self) -> str | None:
-        """What making them takes, in a sentence; None where nothing is made."""
+        """Return a sentence about the work of creating the files; None if there is none."""
         if not self._kinds:
             return None
         calibrated = f"{self._calib} is read once, then " if self._calib else ""
@@ -122,13 +133,13 @@ class UniformTypes:
         return (
             f"--uniform: {calibrated}{self._n_weights / 1e6:,.0f} million weights are quantized "
             f"{len(self._kinds)} times ({types}), one file at a time of at most "
-            f"{format_size(self._largest)} in {spill_folder()}. --uniform none leaves it out."
+            f"{format_size(self._largest)} in {spill_folder()}. --uniform none skips this."
         )
 
     def files(self, report: Progress) -> Iterator[UniformFile]:
-        """Each of them, valid until the next one is asked for.
+        """Yield each file. It is valid until the next one is requested.
 
-        Raises ConfigError where the folder has no room, QuantizeError as pack does.
+        Raises ConfigError if the folder has too little free space, QuantizeError as pack does.
         """
         for path in self._files:
             yield _read(path)
@@ -137,9 +148,9 @@ class UniformTypes:
         free = shutil.disk_usage(spill_folder()).free
         if self._largest > free:
             raise ConfigError(
-                f"--uniform: a file takes up to {format_size(self._largest)} in "
-                f"{spill_folder()}, where {format_size(free)} are free: set TMPDIR to another "
-                f"folder, or give --uniform none"
+                f"--uniform: a file needs up to {format_size(self._largest)} in "
+                f"{spill_folder()}, which has {format_size(free)} free: set TMPDIR to another "
+                f"folder, or use --uniform none"
             )
         with ExitStack() as stack:
             importance = None
@@ -169,7 +180,7 @@ def _read(path: Path) -> UniformFile:
 
 
 def _described(model: ExpertModel, tier: int) -> UniformFile:
-    """A tier of a model, as if it were all of it."""
+    """Describe one tier of a model as a uniform type."""
     stored = next(kind[tier] for kind in model.slices[0] if kind and kind[tier])
     part = model.parts[stored.file_index if stored else 0]
     said = one_line(metadata_value(part, KEY_QUANTIZATION, str, "")).split(",")[0]
@@ -179,7 +190,7 @@ def _described(model: ExpertModel, tier: int) -> UniformFile:
 
 
 def tiers_of(config: Config) -> dict[str, UniformFile]:
-    """Each tier of a model as a uniform type, by name."""
+    """Return each tier of a model as a uniform type, by name."""
     with ExpertModel.open(config.model, config.low) as model:
         found = (_described(model, tier) for tier in range(len(model.tiers)))
         return {each.tier: each for each in found}

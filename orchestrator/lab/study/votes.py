@@ -1,7 +1,7 @@
-"""Figure 7 of FIRM-MoE: how well several strategies predict a layer's experts from the layers
-before, together with the number of experts that they name.
+"""FIRM-MoE's Figure 7: how well strategies predict a layer's experts from earlier layers.
 
-Every layer votes for at most k experts, so that MoL is judged for K <= k only.
+A prediction is judged together with the number of experts that it names. Each layer votes for at
+most k experts, so MoL is measured for K <= k only.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from orchestrator.policy.firm import MARGIN, MOL, RANK, agreed
 
 UNION, WEIGHTED = "union", "weighted"
 LABELS = {RANK: "top-K", UNION: UNION, WEIGHTED: WEIGHTED, MOL: "MoL", MARGIN: "margin"}
-# Of the three nearest layers, the nearest first, and what their sum has to reach.
+# Weights of the votes of the three nearest layers, the nearest first, and thresholds for their sum.
 WEIGHTS, THRESHOLDS = (1.5, 1.0, 0.5), (1.5, 2.0, 2.5, 3.0)
 DEEPEST = 4
 
-# The votes on one token's experts of one layer, nearest layer first, and the nearest one's scores.
+# The votes for one token's experts in one layer, nearest layer first. A Predict function also gets
+# the scores of the nearest layer's votes.
 Votes = Sequence[Sequence[int]]
 Predict = Callable[[Votes, Sequence[float]], Sequence[int]]
 
 
 def union(votes: Votes, candidates: int, layers: int) -> list[int]:
-    """What any of the nearest P layers has among its first K."""
+    """Return the experts that any of the nearest P layers has among its first K."""
     return list(dict.fromkeys(e for vote in votes[:layers] for e in vote[:candidates]))
 
 
 def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
-    """What has the weight of `threshold`, or of all votes there are. The highest threshold takes
-    all three, which is the intersection."""
+    """Return the experts whose votes have a total weight of at least `threshold`.
+
+    If fewer layers vote, all of them suffice. The highest threshold needs all three layers.
+    """
     weight: dict[int, float] = defaultdict(float)
     for vote, worth in zip(votes, WEIGHTS, strict=False):
         for expert in vote[:candidates]:
@@ -57,7 +60,7 @@ def weighted(votes: Votes, candidates: int, threshold: float) -> list[int]:
 
 
 def strategies(k: int) -> dict[str, tuple[str, Predict]]:
-    """(way, how it predicts) of what is compared, by label, for a model with k experts a token."""
+    """Return (kind, prediction function) by label, for a model with k experts per token."""
 
     def agreeing(way: str, candidates: int, layers: int) -> tuple[str, Predict]:
         return way, lambda votes, scores: agreed(way, votes, candidates, layers, scores)
@@ -74,9 +77,11 @@ def strategies(k: int) -> dict[str, tuple[str, Predict]]:
 
 
 class Voted:
-    """What a text says of each strategy, by token: counts of the experts that it named, and of
-    those in use among them, for each layer but the first. distance[d]: the recall of the k experts
-    that a layer predicts d layers ahead, of each token and layer."""
+    """Counts, per token, the experts that each strategy named and the correct ones among them.
+
+    The first layer is excluded, because it has no earlier layer. distance[d] holds the recall of
+    the top k predicted from d layers before, for each token and layer.
+    """
 
     def __init__(self, n_layers: int, k: int) -> None:
         self.k, self._n = k, n_layers - 1
@@ -88,7 +93,7 @@ class Voted:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None], first: int
     ) -> None:
-        """Adds what one read says, from its token number `first` on."""
+        """Add the activations of one text, from token `first` on."""
         k = self.k
         for at, (il, router) in enumerate(zip(layer_ids[1:], routers[1:], strict=True)):
             if router is None:
@@ -112,7 +117,9 @@ class Voted:
                     self._right[label, at].append(len(right.intersection(named)))
 
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
-        """Utilisation (eq. 8), accuracy (eq. 7) and mean size over some layers, all by default."""
+        """Return utilization (eq. 8), accuracy (eq. 7) and mean size over some layers, by default
+        all.
+        """
         chosen = range(self._n) if layers is None else layers
         named, right = (
             np.sum([counts[label, layer] for layer in chosen], axis=0).astype(float)
@@ -128,7 +135,11 @@ class Voted:
         }
 
     def rows(self) -> list[Row]:
-        """All strategies; beside each, the nearest layer cut to as many experts."""
+        """Return the rows of all strategies.
+
+        Each has, for comparison, the utilization of the nearest layer cut to the same number of
+        experts.
+        """
         rows = [self.row(label) for label in self.strategies]
         ranked = [row for row in rows if row["way"] == RANK]
         sizes = [0.0, *(row["size"] for row in ranked)]
@@ -140,13 +151,16 @@ class Voted:
 
 
 class VotesStudy(Study):
-    """How well several layers together say what a layer needs."""
+    """How well several layers together predict the experts of a layer."""
 
     name = "votes"
 
     def measure(self, on: Subject) -> Findings:
-        """Reads the text once with the best tier, and counts the tokens that are scored. Experts
-        are ranked by the router's logits; a model's selection biases and groups are left out."""
+        """Read the text once with the best tier, and count the scored tokens.
+
+        Experts are ranked by the router's logits. A model's selection biases and expert groups are
+        ignored.
+        """
         found = Voted(on.n_layers, on.n_expert_used)
         routers = routers_of(on)
         for window, read in read_windows(on, on.windows):
@@ -168,14 +182,14 @@ class VotesStudy(Study):
                 ),
                 rows,
                 [
-                    "Utilisation: of the experts named, those in use (eq. 8). Accuracy: of those "
-                    "in use, the ones named (eq. 7). Weighted: votes of the three nearest layers "
-                    "count 1.5, 1.0 and 0.5. A layer with fewer layers before it takes those there "
-                    "are."
+                    "Utilisation: share of the named experts that are used (eq. 8). Accuracy: "
+                    "share of the used experts that are named (eq. 7). Weighted: votes of the "
+                    "three nearest layers count 1.5, 1.0 and 0.5. The first layers have fewer "
+                    "voters."
                 ],
             ),
             Table(
-                f"Recall of the top {found.k}, by a layer so many before: {on.basis}",
+                f"Recall of the top {found.k} by distance of the predicting layer: {on.basis}",
                 (Column("layers before", "before"), Column("recall", "recall", share_with_error)),
                 recalls,
             ),

@@ -58,7 +58,7 @@ def test_a_good_model(model, tmp_path):
     (tier,) = report["tiers"]
     assert tier["tier"] == "q4_k"
     runs = tier["runs"]
-    assert [run["budget"] for run in runs] == ["the least", "half way", "everything"]
+    assert [run["budget"] for run in runs] == ["minimum", "half way", "everything"]
     promised = [run["promised_bytes"] for run in runs]
     assert promised == sorted(promised) and promised[0] < promised[2]
     for run in runs:
@@ -77,7 +77,7 @@ def test_a_good_model(model, tmp_path):
     ]
     assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
     text = render(report)
-    assert "Good: every run gave the bits" in text and "chat template: ChatML" in text
+    assert "Good: every run equals llama.cpp bit for bit" in text and "chat template: ChatML" in text
     cells = text.splitlines()[-1].strip("| ").split(" | ")
     assert len(cells) == 7 and cells[0] == report["model"] and cells[-1] == "0.1.0"
     assert cells[4].endswith(" s of 251") and cells[5] == "all in memory"
@@ -100,7 +100,7 @@ def test_another_tier_is_found(model, monkeypatch):
     assert 0 < found["first_error"] <= found["most"]
     assert found["layer"][1] > 0
     (said,) = report["problems"]
-    assert "other logits than llama.cpp's behind the prompt" in said
+    assert "the logits differ from llama.cpp's after the prompt" in said
     assert "the first layer whose experts differ is 0, by" in said
     assert "differ from 0" in render(report)
 
@@ -155,7 +155,7 @@ def test_a_promise_that_is_broken(model, monkeypatch):
     report = look(model)
     assert not report["ok"]
     (said,) = report["problems"]
-    assert "the least (lru): took" in said and "above the promise" in said
+    assert "minimum (lru): used" in said and "more than planned" in said
 
 
 def test_a_cut_file(model, tmp_path):
@@ -213,12 +213,12 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
 
 def test_too_little_memory(model):
     report = look(model, ram=1 << 20)
-    assert any("--ram 1 MiB is too little" in each for each in report["problems"])
+    assert any("--ram 1 MiB is too small" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
 
 
 def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
-    """Each run gets what the check leaves of the cap, and what is too little is said with both."""
+    """Each run gets the cap minus the memory of the check. A refusal names both amounts."""
     own, seen = 40 << 20, []
 
     def too_little(job):
@@ -229,7 +229,7 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     monkeypatch.setattr(checking, "run_job", too_little)
     report = look(model, ram=200 << 20)
     plain, *managed = seen
-    assert "Of --ram, the check itself takes 40 MiB beside each run." in render(report)
+    assert "The check itself uses 40 MiB of --ram during each run." in render(report)
     # What is no larger than the cap is not mapped.
     assert (plain["ram"], plain["use_mmap"]) == (None, None)
     assert managed[-1]["ram"] == (200 << 20) - own
@@ -238,8 +238,8 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     assert all(each["ram"] <= (200 << 20) - own for each in managed)
     said = report["problems"][-1]
     assert said == (
-        "as asked: --ram 200 MiB is too little: the smallest --ram that works is 136 MiB "
-        "(96 MiB for the model, 40 MiB for the check beside it)"
+        "as asked: --ram 200 MiB is too small. The minimum is 136 MiB "
+        "(96 MiB for the model, 40 MiB for the check itself)"
     )
 
 
@@ -342,7 +342,7 @@ def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_mod
     if "ram" in settings:
         config = config.with_changes(ram=least.ram + int(settings["ram"] * every))
     found = budgets.budgets_of(config, packed, tier)
-    assert [name for name, _ in found] == ["the least", "half way", largest]
+    assert [name for name, _ in found] == ["minimum", "half way", largest]
     for name, run in found:
         with Runtime.open(run) as runtime, runtime.evaluator() as e:
             assert (e.plan.absent_bytes == 0) == (name == "everything")

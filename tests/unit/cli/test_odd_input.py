@@ -59,7 +59,7 @@ def test_what_makes_no_sense_is_refused(words, said):
 
 @cases(
     "words, said",
-    ("bench --caps much", "'--caps': 'much' is no list of percentages"),
+    ("bench --caps much", "'--caps': 'much' is not a list of percentages"),
     ("bench --runs 3 ablation", "--runs comes after the command"),
     ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
     ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),

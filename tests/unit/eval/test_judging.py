@@ -133,9 +133,9 @@ def test_the_plain_path_has_no_store_to_report(model, text, option):
 
 
 ERRORS = [
-    ([], "nothing to judge on"),
+    ([], "nothing to evaluate"),
     (["--text", "none.txt"], "none.txt: No such file"),
-    (["--choices", "x", "--kl"], "--kl compares on a text"),
+    (["--choices", "x", "--kl"], "--kl needs a text"),
     (["--text", "x", "--window", "2"], "--window must be 8 or more"),
     (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is another name of --max-to"),
     (["--text", "x", "--out", "d"], "--out is where a study writes"),

@@ -40,7 +40,7 @@ def test_the_distance_is_from_the_tier_that_is_named(
     result = evaluate(config, options, lambda _what, _share: None)["text"]
     assert least <= result["kl"][0] <= most
     assert result["best_tier"] == (kl_from or "q8_0").lower()
-    with pytest.raises(ConfigError, match="--kl-from says what --kl counts from"):
+    with pytest.raises(ConfigError, match="--kl-from has no effect without --kl"):
         evaluate(config, replace(options, kl=False, kl_from="q4_k"), lambda _what, _share: None)
     with pytest.raises(MoeEdgeError, match="there is no tier q3_k: choose one of q8_0, q4_k"):
         evaluate(config, replace(options, kl_from="q3_k"), lambda _what, _share: None)

@@ -125,7 +125,7 @@ def test_the_command_scores_what_is_behind_the_prompts(model, text):
         counts.append(json.loads(result.stdout)["text"]["tokens"])
     assert counts[0] - counts[1] in range(7, 7 * 20) and counts[1] > 16
     result = CliRunner().invoke(cli, ["eval", *options, "--prompt-tokens", "8"])
-    assert "behind prompts of 8 tokens or more" in result.stdout
+    assert "after prompts of at least 8 tokens" in result.stdout
 
 
 def test_prompts_that_leave_nothing(tmp_path):

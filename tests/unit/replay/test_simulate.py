@@ -239,7 +239,7 @@ def test_report(library):
             BudgetError,
             "--expert-ram 4 KiB is too small: the smallest that works",
         ),
-        ({"high_tier": "q8_0"}, TraceError, "tier q8_0 is missing: the trace is of q4_k, q2_k"),
+        ({"high_tier": "q8_0"}, TraceError, "no tier q8_0: choose one of q4_k, q2_k"),
         ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
         (
             {"policy": "dymoe", "settings": {"n_ahead": 2}},

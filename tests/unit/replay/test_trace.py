@@ -136,11 +136,11 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         (
             "version",
             VERSION + 1,
-            f"of version {VERSION + 1}; this moe-edge reads 8 and {VERSION}: record again",
+            f"version {VERSION + 1} is not supported, only 8 and {VERSION}: record it again",
         ),
         ("n_expert", 0, "n_expert is 0"),
         ("n_expert", True, "n_expert is True"),
-        ("n_expert_used", 9, "9 of 8 experts a token"),
+        ("n_expert_used", 9, "9 experts per token, but only 8 experts"),
         ("layer_ids", [], "layer_ids is []"),
         ("layer_ids", [0, 1, 2, 3], "slices has the shape"),
         ("tiers", ["a"] * (MAX_TIERS + 1), "tiers is "),
@@ -220,9 +220,9 @@ WRONG = [
     (changed("marks", (0, 1), 3), "marks, column 1, has a value"),
     (lambda a: a.update(marks=np.array([[2, 0, 0], [1, 0, 0]], np.int32)), "marks: not in the"),
     (lambda a: a.update(restored=np.array([[-1, 0, 0]], np.int32)), "restored, column 0, has"),
-    (lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)), "restored: not of the size"),
+    (lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)), "restored: its sizes do not add up"),
     (lambda a: a.update(restored=np.array([[0, 0, -1]], np.int32)), "restored, column 2, has"),
-    (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: not of the size"),
+    (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: its sizes do not add up"),
     (changed("costs", (0, 0, 0), -1.0), "costs has a value that is not 0 to"),
     (changed("start_hotness", (0, 0), np.nan), "start_hotness has a value that is not 0 to"),
     (changed("losses", (0, 0, 0), -1), "losses has a value that is not 0 to"),
@@ -239,12 +239,12 @@ WRONG = [
     (changed("event_ns", 0, -1), "event_ns has a value"),
     (changed("event_wait_us", 0, -1), "event_wait_us has a value"),
     (changed("event_ns", 0, 2**60), "event_ns has a value"),
-    (changed("event_step", 0, 5), "not in the order of their steps"),
+    (changed("event_step", 0, 5), "not sorted by step"),
     (changed("event_layer", 0, 3), "event_layer has a value"),
-    (changed("event_layer", 1, 0), "not in the order of their steps and layers"),
+    (changed("event_layer", 1, 0), "not sorted by step and layer"),
     (changed("step_tokens", 0, 2), "more tokens than its step"),
     (changed("phases", 0, 2), "phases has a value"),
-    (changed("phases", -1, 0), "phases: a token is a prompt's in a step without one"),
+    (changed("phases", -1, 0), "phases: a decode step has a prefill token"),
     (changed("slices", (0, 3, 0, 0), -1), "a layer lacks a matrix"),
     (changed("slices", (0, 3, 0, 0), 1), "slices, column 0, has a value"),
     (changed("slices", (0, 3, 0, 2), 0), "slices: a matrix has no bytes"),
@@ -278,7 +278,7 @@ def test_a_trace_without_steps(tmp_path):
     trace = decode([[0, 1]])
     kept = ("slices", "start_hotness", "losses", "costs", "counters")
     empty = {name: array if name in kept else array[:0] for name, array in trace.arrays.items()}
-    with pytest.raises(TraceError, match="holds no step"):
+    with pytest.raises(TraceError, match="has no steps"):
         read_trace(written(tmp_path / "t.npz", empty, header_of(trace)))
 
 
@@ -287,7 +287,7 @@ def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path):
     arrays = trace.arrays | {"step_phase": np.zeros(1 << 22, np.int64)}
     path = written(tmp_path / "t.npz", arrays, header_of(trace))
     assert path.stat().st_size < 1 << 17
-    with pytest.raises(TraceError, match=r"t\.npz: damaged: it would unpack to 33\d{6} bytes"):
+    with pytest.raises(TraceError, match=r"t\.npz: damaged: its unpacked size of 33\d{6} bytes"):
         read_trace(path)
 
 
@@ -300,5 +300,5 @@ def test_an_array_that_says_it_is_larger_is_refused(tmp_path):
     told = buffer.getvalue().replace(shape, b"(999999999,)")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.npy", told)
-    with pytest.raises(TraceError, match=r"header\.npy is not of the size that it says"):
+    with pytest.raises(TraceError, match=r"header\.npy does not have its declared size"):
         read_trace(path)

@@ -42,7 +42,7 @@ def test_upstream_runs_at_its_best_flags_unless_others_are_asked_for():
 
 @pytest.mark.parametrize("word", ["polcy=lru", "policy", "upstream=1"])
 def test_what_is_no_setting_is_refused(word):
-    with pytest.raises(ConfigError, match=f"'{word}' is no NAME=VALUE"):
+    with pytest.raises(ConfigError, match=f"'{word}' is not a setting in the form NAME=VALUE"):
         PairedOptions().side((word,), MODEL)
 
 
@@ -86,7 +86,7 @@ def test_a_side_that_cannot_run_says_why(real_engine, tmp_path):
 
     told = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
-        pytest.raises(MoeEdgeError, match=r"a side ended: .*no\.gguf"),
+        pytest.raises(MoeEdgeError, match=r"the process of a side failed: .*no\.gguf"),
         Side.started(HERE, sys.executable, told),
     ):
         pass

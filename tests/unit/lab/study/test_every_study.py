@@ -192,8 +192,8 @@ def check_quality(row):
     [
         (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
         (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
-        (["--study", "depth", "--uniform", "q3_k"], "depth has no use for --uniform"),
-        (["--uniform", "q3_k"], "are for --study memory and equal"),
+        (["--study", "depth", "--uniform", "q3_k"], "--uniform and --calib have no effect on the study depth"),
+        (["--uniform", "q3_k"], "need --study memory or --study equal"),
     ],
 )
 def test_uniform_types_that_cannot_be(model, text, tmp_path, args, message):

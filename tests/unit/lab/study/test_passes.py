@@ -14,5 +14,5 @@ def test_a_text_that_is_too_short_is_refused(model, text, tmp_path, monkeypatch)
     words += ["--study", "accuracy", "--out", tmp_path / "out"]
     result = CliRunner().invoke(cli, ["eval", *map(str, words)])
     assert result.exit_code == 1
-    assert "78 tokens are too few for a study, whose figures would be noise: 512" in result.stderr
+    assert "78 tokens are too few for a study, the minimum is 512" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -130,7 +130,7 @@ def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
     [
         (["--policy", "lru"], "leave out --policy"),
         (["--retention", "0.5"], "leave out --retention"),
-        (["--reuse"], "a study chooses how it judges"),
+        (["--reuse"], "--study cannot be combined with --prefill"),
     ],
 )
 def test_a_study_chooses_for_itself(model, text, tmp_path, args, message):

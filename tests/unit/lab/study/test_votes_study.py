@@ -80,7 +80,7 @@ def test_the_parts_over_a_trace(library, trace, tmp_path):
             assert all(0 < row["answer_tokens_per_s"] <= 1000 / 2 for row in rows.values())
             if base == NO_PREFETCH:
                 # reads of single matrices are waited for one by one: never slower than for all
-                assert rows["whole experts waited for"]["speedup"] <= 1.0
+                assert rows["waits for whole experts"]["speedup"] <= 1.0
                 one, every = rows["firm, rank, n=1"], rows["firm, rank, n=3"]
                 assert one["bytes_ratio"] <= every["bytes_ratio"] and one["votes"]
                 assert rows[base]["votes"] == rows["lru"]["votes"] == ""
@@ -103,6 +103,6 @@ def test_the_loss_of_a_trace(library, trace, tmp_path):
     refused = CliRunner().invoke(cli, arguments)
     assert refused.exit_code == 1 and "give --out DIR" in refused.stderr
     refused = CliRunner().invoke(cli, [*arguments, "--out", str(out), "--expert-ram", "64MiB"])
-    assert "everything was in memory" not in refused.stderr  # each was loaded once
+    assert "all experts were in memory" not in refused.stderr  # each was loaded once
     refused = CliRunner().invoke(cli, ["replay", str(trace), "--out", str(out)])
     assert refused.exit_code == 2 and "give --study NAME" in refused.stderr
