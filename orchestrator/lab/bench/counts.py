@@ -36,7 +36,7 @@ from orchestrator.lab.bench.child import (
 from orchestrator.lab.bench.models import HIGH, LOW, Note
 from orchestrator.lab.bench.rows import NAME, Result, named
 from orchestrator.lab.children import run_child
-from orchestrator.lab.table import Column, Report, Table, fixed
+from orchestrator.lab.table import Column, Report, Table
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests/native/cuda"  # exists only in a checkout
@@ -186,7 +186,7 @@ def count_rows(
 def count(retention: float, note: Note) -> Report:
     """Count all cases on the emulated GPU and return the report. Raises MoeEdgeError."""
     rows = count_rows(build_emulation(), retention, note)
-    columns = (NAME, *(Column(name, name, fixed(2)) for name in FIGURES))
+    columns = (NAME, *(Column(name, name, lambda figure: f"{figure:g}") for name in FIGURES))
     title = f"per layer and token; {SHAPE.n_layer} layers, {SHAPE.n_expert} experts"
     heading = [
         f"{SHAPE.n_layer} layers of {SHAPE.n_expert} experts, top-{SHAPE.n_expert_used}, 256 x 256 "

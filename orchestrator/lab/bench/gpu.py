@@ -34,6 +34,7 @@ from orchestrator.lab.bench.rows import (
     best_runs,
     caps_of,
     case_row,
+    good,
     moved,
     per_token,
     step,
@@ -146,7 +147,6 @@ class Gpu(Benchmark):
         Column("x TPOT", "speedup", fixed(2)),
         Column("x TTFT", "ttft_speedup", fixed(2)),
         Column("x row 1", "speedup_tpot", fixed(2)),
-        *(Column(f"{cause} wait", f"{cause} wait", fixed(0), "us/layer") for cause in WAITS),
     )
     room: Room
     cap_words = "space for {:.0%} of the experts on the GPU"
@@ -283,6 +283,15 @@ class Gpu(Benchmark):
                 waited = [per_token(run, f"{cause} wait") for run in runs]
                 row[f"{cause} wait"] = statistics.median(waited) / self.model.n_layers
         return row
+
+    def notes(self, rows: Sequence[Result]) -> list[str]:
+        """Also what the decoding thread waited for, in microseconds per layer and token."""
+        lines = []
+        for row in good(rows):
+            if "hit_rate" in row:
+                waits = ", ".join(f"{cause} {row[f'{cause} wait']:.0f}" for cause in WAITS)
+                lines.append(f"{row['name']}: waits per layer, us: {waits}")
+        return super().notes(rows) + lines
 
     def compare(self, rows: Sequence[Result], runs: Sequence[Sequence[Result]]) -> None:
         """Add the speed-ups and the bound to the rows.
