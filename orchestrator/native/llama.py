@@ -109,7 +109,7 @@ class Bindings:
         os._exit(ABORTED)
 
     def listen(self) -> None:
-        """Make this object the receiver of the library's log, in case another one replaced it."""
+        """Make this object the receiver of the library's log, in case other code replaced it."""
         self.complaints.clear()
         self.api.llama_log_set(self._log, ctypes.c_void_p(0))
 
