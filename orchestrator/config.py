@@ -1,4 +1,4 @@
-"""The settings of one engine: frozen, built once, checked where they come in."""
+"""The settings of a model and its answers: frozen, built once, and checked when they are built."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ from orchestrator.settings import (
 )
 
 MISSES = ("auto", "copy", "compute")
-# llama.cpp takes 256 sequences, one of them the conversation.
+# llama.cpp allows 256 sequences. Number 0 is used by the runtime itself.
 MOST_SEQUENCES = 255
 
 
 def native_log_enabled() -> bool:
-    """Whether llama.cpp's own log goes to stderr (MOE_EDGE_LOG set and not 0)."""
+    """Whether llama.cpp's log is printed to stderr (MOE_EDGE_LOG is set and not 0)."""
     return os.environ.get("MOE_EDGE_LOG", "") not in ("", "0")
 
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """How the tokens of an answer are drawn: the only declaration of these settings, from which
-    Config and front ends with settings for each request take theirs.
+    """How the tokens of an answer are sampled.
 
-    temp 0 takes the most likely token. seed None draws differently each time. An answer ends before
-    the first of the texts in stop. For a setting that is None llama.cpp's default is used.
+    This is the only declaration of these settings. `Config` inherits them, and so do front ends
+    with settings for each request. None means llama.cpp's default. An answer ends before the first
+    occurrence of a text in `stop`.
     """
 
     temp: float = setting(
         0.7,
-        "Temperature; 0 takes the likeliest.",
+        "Temperature; 0 always takes the most likely token.",
         metavar="T",
         within=(0.0, 100.0),
         group=ANSWER,
     )
     top_k: int = setting(
         40,
-        "Draw from the N likeliest tokens; 0 for all.",
+        "Sample from the N most likely tokens; 0 for all.",
         within=(0, 2**31 - 1),
         answer=True,
         group=MORE,
     )
     top_p: float = setting(
         0.95,
-        "Nucleus sampling.",
+        "Sample from the most likely tokens with total probability P (nucleus sampling).",
         metavar="P",
         within=(0.0, 1.0),
         group=ANSWER,
     )
     min_p: float = setting(
         0.0,
-        "Leave out tokens of less than P times the likeliest one's probability.",
+        "Drop tokens with less than P times the probability of the most likely one.",
         metavar="P",
         within=(0.0, 1.0),
         answer=True,
@@ -78,16 +78,16 @@ class Sampling(Settings):
     )
     seed: int | None = setting(
         None,
-        "Seed of the sampling. With it the number of compute threads stays the same, and the same "
-        "command gives the same answer if experts have one precision and --ram, --ctx and --ubatch "
-        "are given: other values of these change the rounding, and so may the answer. With several "
-        "precisions, an answer also depends on which experts are in memory.",
+        "Seed for sampling. It also fixes the number of compute threads. The same command then "
+        "gives the same answer if the experts have one precision and --ram, --ctx and --ubatch are "
+        "given, because other values of these change the rounding. With several precisions, an "
+        "answer also depends on which experts are in memory.",
         within=(0, 2**32 - 1),
         group=ANSWER,
     )
     stop: tuple[str, ...] = setting(
         (),
-        "A text that ends the answer. The answer leaves it out, and several may be given.",
+        "Text that ends the answer. It is not part of the answer. May be repeated.",
         metavar="TEXT",
         repeated=True,
         group=ANSWER,
@@ -95,7 +95,7 @@ class Sampling(Settings):
 
     typical_p: float | None = setting(
         None,
-        "Locally typical sampling; 1 for none.",
+        "Locally typical sampling; 1 turns it off.",
         metavar="P",
         within=(0.0, 1.0),
         shown="llama.cpp's",
@@ -104,7 +104,7 @@ class Sampling(Settings):
     )
     top_n_sigma: float | None = setting(
         None,
-        "Keep tokens within N standard deviations of the likeliest.",
+        "Keep tokens within N standard deviations of the most likely one.",
         metavar="N",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -113,7 +113,7 @@ class Sampling(Settings):
     )
     repeat_penalty: float | None = setting(
         None,
-        "Make tokens that came before less likely; 1 for no change.",
+        "Penalty on repeated tokens; 1 turns it off.",
         metavar="X",
         within=(0.01, 10.0),
         shown="llama.cpp's",
@@ -122,7 +122,7 @@ class Sampling(Settings):
     )
     repeat_last_n: int | None = setting(
         None,
-        "How many of the last tokens count as repeated.",
+        "Number of latest tokens that the penalties on repetition look at.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -131,7 +131,7 @@ class Sampling(Settings):
     )
     presence_penalty: float | None = setting(
         None,
-        "Make tokens that came before less likely, once.",
+        "Penalty on tokens that occurred before, independent of the count.",
         metavar="X",
         within=(-2.0, 2.0),
         shown="llama.cpp's",
@@ -140,7 +140,7 @@ class Sampling(Settings):
     )
     frequency_penalty: float | None = setting(
         None,
-        "Make tokens less likely, for each time that they came before.",
+        "Penalty on tokens for each time that they occurred.",
         metavar="X",
         within=(-2.0, 2.0),
         shown="llama.cpp's",
@@ -149,7 +149,7 @@ class Sampling(Settings):
     )
     dry_multiplier: float | None = setting(
         None,
-        "Make the repetition of whole phrases less likely (DRY); 0 for no change.",
+        "Penalty on repeated phrases (DRY); 0 turns it off.",
         metavar="X",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -158,7 +158,7 @@ class Sampling(Settings):
     )
     dry_base: float | None = setting(
         None,
-        "How fast that grows with the phrase.",
+        "Growth of the DRY penalty with the length of the phrase.",
         metavar="X",
         within=(1.0, 100.0),
         shown="llama.cpp's",
@@ -167,7 +167,7 @@ class Sampling(Settings):
     )
     dry_allowed_length: int | None = setting(
         None,
-        "Tokens of a phrase that may be repeated.",
+        "Length of phrases that DRY does not penalize, in tokens.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -176,7 +176,7 @@ class Sampling(Settings):
     )
     dry_penalty_last_n: int | None = setting(
         None,
-        "How many of the last tokens DRY looks at.",
+        "Number of latest tokens that DRY looks at.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -185,7 +185,7 @@ class Sampling(Settings):
     )
     xtc_probability: float | None = setting(
         None,
-        "How often to leave out the likeliest tokens (XTC); 0 for never.",
+        "Probability of dropping the most likely tokens (XTC); 0 turns it off.",
         metavar="P",
         within=(0.0, 1.0),
         shown="llama.cpp's",
@@ -194,7 +194,7 @@ class Sampling(Settings):
     )
     xtc_threshold: float | None = setting(
         None,
-        "Leave out tokens that are likelier than this.",
+        "Probability above which XTC drops tokens.",
         metavar="P",
         within=(0.0, 1.0),
         shown="llama.cpp's",
@@ -203,7 +203,7 @@ class Sampling(Settings):
     )
     mirostat: int | None = setting(
         None,
-        "Mirostat 1 or 2, which keeps the surprise constant; 0 for none.",
+        "Mirostat 1 or 2, which keeps the surprise of the tokens constant; 0 turns it off.",
         metavar="N",
         within=(0, 2),
         shown="llama.cpp's",
@@ -212,7 +212,7 @@ class Sampling(Settings):
     )
     mirostat_tau: float | None = setting(
         None,
-        "The surprise that it keeps.",
+        "Target surprise of Mirostat.",
         metavar="X",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -221,7 +221,7 @@ class Sampling(Settings):
     )
     mirostat_eta: float | None = setting(
         None,
-        "How fast it adapts.",
+        "Learning rate of Mirostat.",
         metavar="X",
         within=(0.0, 10.0),
         shown="llama.cpp's",
@@ -230,7 +230,7 @@ class Sampling(Settings):
     )
     dynatemp_range: float | None = setting(
         None,
-        "Let the temperature differ by this much with each token's entropy.",
+        "Range of the dynamic temperature, which depends on each token's entropy.",
         metavar="X",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -239,7 +239,7 @@ class Sampling(Settings):
     )
     dynatemp_exponent: float | None = setting(
         None,
-        "How the entropy changes it.",
+        "Exponent of the entropy in the dynamic temperature.",
         metavar="X",
         within=(0.0, 100.0),
         shown="llama.cpp's",
@@ -248,7 +248,7 @@ class Sampling(Settings):
     )
 
     def fields(self) -> dict[str, Any]:
-        """Return these settings as the fields of a request to llama.cpp's server."""
+        """Return these settings as fields of a request to llama.cpp's server."""
         given = {name: getattr(self, name) for name in self.declared()}
         given["temperature"] = given.pop("temp")
         given["stop"] = list(self.stop)
@@ -257,47 +257,47 @@ class Sampling(Settings):
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """One engine's settings; sizes in bytes. Make it with Config.build.
+    """The settings of a model; sizes in bytes. Make it with `Config.build`.
 
-    of_policies: settings of policies that were given, by name, whichever policy will run.
+    of_policies: the given settings of policies, by name, for whichever policy will be used.
     """
 
     model: Path = setting(
         MISSING,
-        "A GGUF, or hf:OWNER/NAME[/FILE]. It is of a Mixture-of-Experts model; hf: fetches one "
-        "from the Hugging Face Hub.",
-        shown="the demo",
+        "GGUF file or hf:OWNER/NAME[/FILE] of a Mixture-of-Experts model. hf: downloads it from "
+        "the Hugging Face Hub.",
+        shown="the demo model",
         group=MODEL,
     )
     low: Path | None = setting(
         None,
-        "The same model in a lower precision, as a second GGUF.",
+        "Second GGUF of the same model in a lower precision.",
         group=PRECISION,
     )
     ram: int | None = setting(
         None,
-        "Cap on everything the model takes, as 6GiB (6G means the same) or 500MB.",
+        "Memory limit for everything the model needs, such as 6GiB (or 6G) or 500MB.",
         unit=SIZE,
         shown="free memory",
         group=MEMORY,
     )
     vram: int | None = setting(
         None,
-        "The same of a GPU's memory.",
+        "Memory limit on the GPU.",
         unit=SIZE,
-        shown="what is free",
+        shown="free GPU memory",
         group=MEMORY,
     )
     device: str = setting(
         "auto",
-        "What computes: cpu, gpu or cuda1. cuda1 is the second GPU, and auto takes a GPU where "
-        "there is one.",
+        "Device that computes: auto, cpu, gpu or cuda1. cuda1 is the second GPU. auto uses a GPU "
+        "if there is one.",
         group=MODEL,
     )
     misses: str | None = setting(
         None,
-        "How experts that the GPU lacks are served: copy (copied to the GPU), compute (computed "
-        "on the CPU), or auto (the faster way for each expert).",
+        "How experts that are missing on the GPU are served: copy (copy them to the GPU), compute "
+        "(compute them on the CPU), or auto (the faster way for each expert).",
         metavar="HOW",
         choices=MISSES,
         shown="auto",
@@ -305,78 +305,77 @@ class Config(Settings):
     )
     expert_ram: int | None = setting(
         None,
-        "Cap on the expert slots alone, for experiments.",
+        "Memory limit for the expert cache alone, for experiments.",
         unit=SIZE,
         group=MORE,
     )
     policy: str | None = setting(
         None,
-        f"The policy that decides what stays in memory: {', '.join(known_policies())}.",
+        f"Policy that decides which experts stay in memory: {', '.join(known_policies())}.",
         shown="by fit",
         group=MORE,
     )
     high_tier: str | None = setting(
         None,
-        "Precision of the experts that matter most, as q4_k.",
+        "Precision of the most important experts, such as q4_k.",
         metavar="NAME",
-        shown="the best, or by fit where the policy mixes them",
+        shown="the best; by fit if the policy mixes precisions",
         group=MORE,
     )
     low_tier: str | None = setting(
         None,
-        "Lower precision to use, as q2_k. It is for experts that matter less; with "
-        f"{SKIP_TIER} these are left out.",
+        f"Precision of less important experts, such as q2_k. {SKIP_TIER} leaves these experts out.",
         metavar="NAME",
         shown="by policy",
         group=PRECISION,
     )
     renormalize: bool = setting(
         False,
-        f"With --low-tier {SKIP_TIER}: the weights of the other experts make up for the skipped.",
+        f"With --low-tier {SKIP_TIER}: scale up the weights of the other experts.",
         group=MORE,
     )
     ctx: int | None = setting(
         None,
-        "Context in tokens.",
+        "Context length in tokens.",
         within=(8, 2**24),
-        shown="by memory and the model",
+        shown="the model's, within the memory",
         group=MODEL,
     )
     kv: str = setting(
         DEFAULT_KV,
-        "Precision of the context, f16 or q8_0. It is that of its keys and values; q8_0 takes half "
-        "of the memory, and needs flash attention.",
+        "Type of the KV cache: f16 or q8_0. q8_0 takes half of the memory and needs flash "
+        "attention.",
         metavar="NAME",
         choices=tuple(KV_TYPES),
         group=MEMORY,
     )
     ubatch: int | None = setting(
         None,
-        "Tokens of a prompt that are computed at once: with more of them, experts that are not in "
-        "memory are read less often, and scratch takes more.",
+        "Micro-batch: tokens of a prompt that are computed at once. Larger values read missing "
+        "experts less often and need more scratch memory.",
         within=(1, 65536),
         shown="by memory",
         group=MORE,
     )
     threads: int | None = setting(
         None,
-        "Compute threads. There is at most one for each core.",
+        "Compute threads, at most one per core.",
         within=(1, 1024),
-        shown="the cores that are free",
+        shown="free cores",
         group=MODEL,
     )
     exact: bool = setting(
         False,
-        "Compute llama.cpp's own bits. Every expert is in the high precision, all weights are as "
-        "in the file, and there are as many threads all the time. Answers that a server decodes "
-        "together may differ from answers alone, because their sums have another order.",
+        "Compute exactly the same bits as llama.cpp. Every expert is in the high precision, no "
+        "weights are repacked, and the number of threads is fixed. Answers that a server decodes "
+        "together may still differ, because their sums have another order.",
         group=PRECISION,
     )
     max_tokens: int | None = setting(
         None,
-        "Longest answer in tokens.",
+        "Maximum length of an answer in tokens.",
         within=(1, 2**24),
-        shown="what has room",
+        shown="the rest of the context",
         group=ANSWER,
     )
     temp: float = again(Sampling, "temp")
@@ -404,15 +403,15 @@ class Config(Settings):
     dynatemp_exponent: float | None = again(Sampling, "dynatemp_exponent")
     think: str | None = setting(
         None,
-        "Let a model that can think before it answers do so, or not.",
+        "Turn the thinking of a reasoning model on or off.",
         choices=("on", "off"),
-        shown="the model's way",
+        shown="as the model decides",
         answer=True,
         group=MORE,
     )
     cache_ram: int | None = setting(
         None,
-        "Memory for prompts that were read before, within --ram; 0 for none.",
+        "Memory for the KV cache of earlier prompts, within --ram; 0 for none.",
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
@@ -421,14 +420,14 @@ class Config(Settings):
     )
     prompt_cache: Path | None = setting(
         None,
-        "Keeps conversations, over restarts. What was read of them is not read again.",
+        "Folder in which conversations are saved. They are not computed again after a restart.",
         metavar="DIR",
         conversation=True,
         group=MEMORY,
     )
     prompt_cache_limit: int = setting(
         8 * 2**30,
-        "What that folder may take; the least recently used prompts go.",
+        "Size limit of --prompt-cache. The least recently used prompts are deleted.",
         unit=SIZE,
         shown="8GiB",
         conversation=True,
@@ -436,9 +435,9 @@ class Config(Settings):
     )
     keep_messages: bool = setting(
         True,
-        "Keep the messages of a chat on a terminal, for --resume. They are in the user cache, and "
-        "only their owner can read them; the last 20 chats stay. A single answer (-p, stdin) is "
-        "never kept there.",
+        "Save the messages of chats on a terminal, for --resume. The user cache keeps the last 20 "
+        "chats, and only their owner can read them. A single answer (-p, stdin) is never saved "
+        "there.",
         answer=True,
         group=MORE,
     )
@@ -450,78 +449,84 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "Where a prompt's token scores come from: the attention of its last queries (window), of "
-        "all of them (exact, without flash attention), or every token alike (load).",
+        "Source of the importance of a prompt's tokens: the attention of its last queries "
+        "(window), of all queries (exact, without flash attention), or the same for every token "
+        "(load).",
         choices=("window", "exact", "load"),
         option=False,
     )
-    importance_window: int = setting(32, "Queries of that window.", within=(1, 65536), option=False)
+    importance_window: int = setting(
+        32, "Number of queries for importance=window.", within=(1, 65536), option=False
+    )
     exact_tiers: bool = setting(
         False,
-        "A low request computes in low even where a high copy is in memory, to measure quality.",
+        "Compute a low request in low even if a high copy is in memory, to measure quality.",
         option=False,
     )
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
-    direct_io: bool = setting(True, "Reads go around the page cache.", option=False)
+    direct_io: bool = setting(True, "Read around the page cache.", option=False)
     use_extra_bufts: bool | None = setting(
         None,
-        "Dense weights are repacked for this CPU.",
-        shown="where experts lie in this CPU's own layout, and on the plain path",
+        "Repack dense weights for this CPU.",
+        shown="if the experts are repacked, and with --policy plain",
         option=False,
     )
     layout: str = setting(
         "auto",
-        "How experts lie in memory: as in the file (file), or in this CPU's own layout where it "
-        "has one (cpu), which computes faster and costs time at each read. auto: cpu where nearly "
-        "all of them stay in memory.",
+        "Layout of experts in memory: file (as in the file), cpu (repacked for this CPU: faster to "
+        "compute, but each read takes longer), or auto (cpu if nearly all experts stay in memory).",
         choices=("auto", "file", "cpu"),
         group=MORE,
     )
     use_mmap: bool | None = setting(
         None,
-        "The plain path maps the weights, which need not fit the memory then.",
-        shown="where the file has one precision and --ram is not given",
+        "Map the weights with --policy plain; they may then exceed memory.",
+        shown="if the file has one precision and --ram is not given",
         option=False,
     )
     force_managed: bool = setting(
-        False, "Experts live in the store even where everything fits.", option=False
+        False, "Manage experts in the store even if everything fits.", option=False
     )
     logits_all: bool = setting(
-        False, "Room for the logits of every token of a batch, for evaluation.", option=False
+        False, "Allocate logits for every token of a batch, for evaluation.", option=False
     )
     scored: int = setting(
         0,
-        "Tokens of a prompt that is scored in parts whose logits are there at once, at most.",
+        "Largest part of a prompt, in tokens, whose logits are computed at once for scoring.",
         within=FROM_0,
         option=False,
     )
     sequences: int = setting(
         0,
-        "How many sequences may decode together beside the conversation; they share the context.",
+        "Number of sequences that may decode in addition to number 0. All share the context.",
         within=(0, MOST_SEQUENCES),
         option=False,
     )
     beside: int = setting(
         0,
-        "Bytes that the process takes for itself, beside the model and what a chat takes.",
+        "Bytes that the process needs in addition to the model and a chat.",
         within=FROM_0,
         unit=SIZE,
         option=False,
     )
     beside_token: int = setting(
-        0, "The same for each token of the vocabulary.", within=FROM_0, unit=SIZE, option=False
+        0,
+        "Like `beside`, for each token of the vocabulary.",
+        within=FROM_0,
+        unit=SIZE,
+        option=False,
     )
     conversations: bool = setting(
         False,
-        "Memory is set aside for prompts that were read before, and slots of experts give way to a "
-        "context and to scratch as far as these are used.",
+        "Reserve memory for earlier prompts, and shrink the expert cache when the context and "
+        "scratch memory grow.",
         option=False,
     )
     remember: bool | None = setting(
         None,
-        "Keep what runs learn of a model in the user cache: how often each expert is used, and the "
-        "settings that policies tuned.",
-        shown="yes where conversations are held",
+        "Save usage statistics of a model in the user cache: how often each expert is used, and "
+        "tuned settings of policies.",
+        shown="yes for conversations",
         conversation=True,
         group=MORE,
     )
@@ -529,11 +534,10 @@ class Config(Settings):
 
     @classmethod
     def build(cls, **settings: Any) -> Config:
-        """The checked configuration, from its own settings and those of policies. None for a
-        policy's setting counts as not given.
+        """Return a checked configuration, from settings of `Config` and of policies.
 
-        Raises ConfigError for an unknown key (with the nearest known name), a value of the wrong
-        type, or one out of range.
+        None for a policy's setting counts as not given. Raises ConfigError for an unknown name
+        (with the nearest known one), a wrong type, or a value out of range.
         """
         own, others = cls.declared(), policy_settings()
         known = {**own, **others}
@@ -555,12 +559,12 @@ class Config(Settings):
         return cls(**{k: v for k, v in settings.items() if k in own}, of_policies=given)
 
     def with_changes(self, **settings: Any) -> Config:
-        """A checked copy with some settings replaced."""
+        """Return a checked copy with some settings replaced."""
         unchanged = {name: getattr(self, name) for name in self.declared()}
         return Config.build(**(unchanged | dict(self.of_policies) | settings))
 
     def compared(self, **settings: Any) -> Config:
-        """As with_changes, for a comparison: without settings that its policy does not have."""
+        """Like with_changes, but drop settings that the new policy does not have."""
         other = self.with_changes(**settings)
         if other.policy is None:
             return other
@@ -568,11 +572,12 @@ class Config(Settings):
         return other.with_changes(**dict.fromkeys(k for k in other.of_policies if k not in has))
 
     def given(self, name: str) -> Any:
-        """A setting's value, or None where nothing was asked for."""
+        """Return the value of a setting; None if a policy's setting was not given."""
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """The settings by which what runs may differ: those of an answer and the model are none."""
+        """Return all settings that can change the resolved plan: all except the model, those of
+        answers, and the size of the prompt cache."""
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
         own = {name: getattr(self, name) for name in kept if name not in apart}
@@ -580,25 +585,29 @@ class Config(Settings):
 
     @property
     def n_threads(self) -> int:
-        """Number of compute threads, at most one for each core that this process may use."""
+        """Number of compute threads, at most one per core that this process may use."""
         return compute_threads(self.threads)
 
     @property
     def adapts_threads(self) -> bool:
-        """Whether an answer may use fewer threads while other programs take cores. Attention sums
-        in another order with another number of threads, so that the answer to a given seed would
-        depend on the load."""
+        """Whether an answer may use fewer threads while other programs need cores.
+
+        The number of threads changes the order of sums in attention. An answer with a seed would
+        therefore depend on the load.
+        """
         return self.threads is None and self.seed is None and not self.exact
 
     @property
     def sampling(self) -> Sampling:
-        """How an answer's tokens are chosen where nothing else is asked for."""
+        """The sampling settings of answers that have no settings of their own."""
         return Sampling(**{name: getattr(self, name) for name in Sampling.declared()})
 
     def asks_less(self, policy: type[Policy]) -> bool:
-        """Whether anything may be computed below the best tier in use, with this policy. A file
-        with several tiers asks for nothing by itself. A low tier and a second file do, unless the
-        policy's settings say that it computes all in the best tier; skipping does in any case."""
+        """Whether this policy may compute something below the best tier in use.
+
+        A low tier or a second file asks for that, unless a setting of the policy makes it lossless.
+        Skipping experts always does. A file with several tiers alone does not.
+        """
         if self.exact:
             return False
         if self.low_tier == SKIP_TIER:
@@ -615,20 +624,22 @@ class Config(Settings):
         return lower and any(given is None for given, _ in asked)
 
     def settings_of(self, policy: type[Policy]) -> Settings:
-        """The settings of one policy: those given, the rest as it declares them."""
+        """Return the settings of one policy: the given ones, and its defaults."""
         return policy.Settings.of(self.of_policies)
 
 
 def check_policy(name: str | None) -> None:
-    """Raises SettingError for a name that no policy has; None is none."""
+    """Raise SettingError if there is no policy of this name. None is allowed."""
     if name is not None:
         replace(Config.declared()["policy"], choices=known_policies()).check(name)
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout that `exact` stands for. Raises ConfigError if another layout is asked for,
-    or more threads than there are cores: the number would be lowered, and with it the order of
-    sums would change."""
+    """Return the settings that `exact` implies.
+
+    Raises ConfigError for another layout, and for more threads than cores: the number would be
+    reduced, and the order of sums would change.
+    """
     threads, cores = settings.get("threads") or 1, usable_cores()
     if threads > cores:
         raise ConfigError(

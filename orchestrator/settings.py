@@ -1,8 +1,8 @@
-"""Declaring settings: one line says a setting's name, type, range, default, help and option.
+"""Declares settings: one call of `setting()` gives the name, type, range, default, help and option.
 
-A record of settings is a frozen dataclass below Settings, whose fields are made by setting(). What
-checks values, offers options, prints help, writes traces and tables of the documents reads the
-declarations, and names no setting.
+A group of settings is a frozen dataclass derived from `Settings`, with fields made by `setting()`.
+Checks, command-line options, help texts, traces and the tables in the documentation are derived
+from these declarations.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any, NamedTuple, TypeVar
 from orchestrator.errors import ConfigError, SettingError
 
 _TOO_LARGE = 1 << 60
-# A number without a unit below this is not a size that anybody means in bytes.
+# A smaller number without a unit is refused as a size: the user most likely meant GiB or MiB.
 _LEAST_BARE = 1 << 20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b)?|b)?\s*", re.IGNORECASE | re.ASCII)
 
-# Units of a value, as an option writes it.
+# Units of values, which options write with a suffix.
 SIZE, RATE = "size", "rate"
 
-# The groups of options in --help, and the one that is left to --help-all.
+# The groups that --help shows. Only --help-all shows the group MORE.
 MODEL, MEMORY, PRECISION, ANSWER = "Model", "Memory", "Precision", "Answer"
 COMMON = (MODEL, MEMORY, PRECISION, ANSWER)
 MORE = "More"
 
-# Ranges without a most.
+# Ranges without an upper limit.
 FROM_0, FROM_1 = (0, math.inf), (1, math.inf)
 _LEAST = {SIZE: FROM_1, RATE: FROM_0}
 
@@ -43,8 +43,10 @@ S = TypeVar("S", bound="Settings")
 
 
 class Notation(NamedTuple):
-    """How a value is written that is no number, word or size, as a list. read raises
-    ConfigError."""
+    """How an option writes a value that is not a number, a word or a size, such as a list.
+
+    read: parses a text; raises ConfigError. write: formats a value.
+    """
 
     read: Callable[[str], Any]
     write: Callable[[Any], str]
@@ -52,17 +54,24 @@ class Notation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one line declares. kinds: types of a value; optional: None is one too, and means that
-    nothing was asked for. within: the least and the most, both allowed. unit: SIZE, bytes that an
-    option writes as 6GiB, one at least unless within says more; RATE, the same or 0. notation: how
-    an option writes what has no unit and is no number or word. option: whether the command line has
-    it. group: one of COMMON, in which --help has it by the first sentence of its help, or MORE,
-    which --help-all alone has; without one it is among a command's own options, or below the
-    policies that have it, in --help-all. answer: it is of an answer, not of how the model runs, as
-    all of the group ANSWER. conversation: it is of a program that holds conversations. repeated:
-    its value is a tuple of texts, and its option may be given several times. live: it may be
-    changed between two tokens. recorded: it says how a policy decides, so that a trace keeps it and
-    a replay may change it."""
+    """The declaration of one setting.
+
+    kinds: Python types of its value. optional: whether None is allowed, which means that the user
+    did not choose a value. within: minimum and maximum, both included. choices: allowed words.
+    unit: SIZE for bytes that an option writes as 6GiB, at least 1 unless `within` says otherwise;
+    RATE for the same with 0 allowed. notation: how an option writes other values. shown: how the
+    help names the default, if not by its value. repeated: the value is a tuple of texts, and the
+    option may be given several times.
+
+    option: whether the command line has it. group: one of COMMON, for which --help shows the first
+    sentence of `help`; or MORE, which only --help-all shows. Settings without a group are shown
+    with the command's own options, or under the policies that have them.
+
+    answer: it concerns an answer, and not how the model runs. True for the whole group ANSWER.
+    conversation: it concerns programs that hold conversations. live: it may change between two
+    tokens. recorded: it affects a policy's decisions, so a trace stores it and a replay may change
+    it.
+    """
 
     name: str
     kinds: tuple[type, ...]
@@ -85,12 +94,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option that asks for it."""
+        """The option that sets it."""
         return flag_of(self.name)
 
     @property
     def default_text(self) -> str:
-        """What stands for the default in a help text; empty where there is none to name."""
+        """The default as the help shows it; empty if the help shows none."""
         if self.shown is not None:
             return self.shown
         if self.default is None or self.default is False or self.repeated:
@@ -100,7 +109,7 @@ class Setting:
         return self.notation.write(self.default) if self.notation else str(self.default)
 
     def check(self, value: Any) -> None:
-        """Raises SettingError for a value that the declaration does not allow."""
+        """Raise SettingError for a value that is not allowed."""
         if value is None and self.optional:
             return
         wrong_bool = isinstance(value, bool) and bool not in self.kinds
@@ -119,14 +128,14 @@ class Setting:
             raise SettingError(self.name, f"must be {words}, not '{value}'")
 
     def parse(self, text: str) -> Any:
-        """The value that a user writes as this text. Raises SettingError, ConfigError."""
+        """Return the value of an option's text. Raises SettingError, ConfigError."""
         if self.notation is not None:
             return self.notation.read(text)
         if self.repeated:
-            try:  # as a shell separates them; - for none
+            try:  # split like in a shell; - means an empty tuple
                 texts = () if text.strip() == "-" else tuple(shlex.split(text))
             except ValueError:
-                complaint = f"has a quotation mark without its other one: {text}"
+                complaint = f"has an unmatched quotation mark: {text}"
                 raise SettingError(self.name, complaint) from None
             self.check(texts)
             return texts
@@ -150,15 +159,18 @@ class Setting:
 
 
 def setting(default: Any, help: str, **said: Any) -> Any:
-    """A field of a record of settings. said: fields of Setting. shown: how the help names the
-    default, where that is not the value itself. default MISSING: there is none, a value has to be
-    given."""
+    """Return a dataclass field that declares a setting.
+
+    default: MISSING if a value has to be given. said: fields of `Setting`.
+    """
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
 def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
-    """The field `name` of a record declared once more in another record: with another default
-    where one is given, and with changes to what setting() said of it."""
+    """Return a field that repeats the declaration `name` of another record.
+
+    default: replaces the default, if given. changes: replace fields of `Setting`.
+    """
     declared = record.__dataclass_fields__[name]
     said = {**declared.metadata[_DECLARED], **changes}
     chosen = declared.default if default is MISSING else default
@@ -167,12 +179,12 @@ def again(record: type[Settings], name: str, default: Any = MISSING, **changes: 
 
 @dataclass(frozen=True)
 class Settings:
-    """A record of settings. One that exists is checked: making it raises SettingError."""
+    """Base class of settings records. Construction checks all values and raises SettingError."""
 
     @classmethod
     @cache
     def declared(cls) -> Mapping[str, Setting]:
-        """The declarations by name, in the order of the fields."""
+        """Return the declarations by name, in the order of the fields."""
         hints = typing.get_type_hints(cls)
         return {
             each.name: _declaration(each.name, hints[each.name], each.default, each.metadata)
@@ -186,27 +198,31 @@ class Settings:
 
     @classmethod
     def of(cls: type[S], given: Mapping[str, Any]) -> S:
-        """The record with those of the given settings that are its own; None counts as not
-        given."""
+        """Return a record with those given values that belong to it.
+
+        Other names are ignored, and None counts as not given.
+        """
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
 
     @classmethod
     def changed(cls: type[S], recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> S:
-        """The record of a recorded run with changes to it."""
+        """Return the record of a recorded run, with some settings changed."""
         return cls.of({**recorded, **changes})
 
     @classmethod
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        """A sentence about a setting that can do nothing beside the others that were asked for."""
+        """Return a sentence about a setting that has no effect in combination with the others, or
+        None."""
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Values by name, of the settings that a trace records."""
+        """Return the values of the settings that a trace records, by name."""
         return {name: getattr(self, name) for name, one in self.declared().items() if one.recorded}
 
 
 def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
+    """Return the declaration of a field. hint: its type annotation."""
     said = dict(metadata[_DECLARED])
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
@@ -223,20 +239,20 @@ def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]
 
 
 def flag_of(name: str) -> str:
-    """The option of a setting, as --low-tier of low_tier."""
+    """Return the option of a setting: --low-tier for low_tier."""
     return "--" + name.replace("_", "-")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" or
-    "8388608".
+    """Parse a size such as "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" or
+    "8388608" to bytes.
 
-    Raises ConfigError for anything else: zero, more than any machine has, and a number without a
-    unit below 1 MiB, which usually means GiB.
+    Raises ConfigError for anything else, for 0 and for 2**60 or more. A number below 1 MiB without
+    a unit is refused as well, because it usually means GiB.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"'{text}' is not a size: write it as 6GiB, 500MB or a number of bytes")
+        raise ConfigError(f"'{text}' is not a size: write 6GiB, 500MB or a number of bytes")
     number, letter, unit = (each.lower() for each in match.groups(""))
     factor = (1000 if unit == "b" else 1024) ** (" kmgt".index(letter) if letter else 0)
     size_bytes = int(min(float(number) * factor, float(_TOO_LARGE)))
@@ -248,5 +264,5 @@ def parse_size(text: str) -> int:
             f"the size '{text}' has no unit: write {number}{meant}, or {number}B for so few bytes"
         )
     if size_bytes >= _TOO_LARGE:
-        raise ConfigError(f"the size '{text}' is more than any machine has")
+        raise ConfigError(f"the size '{text}' is larger than the memory of any machine")
     return size_bytes

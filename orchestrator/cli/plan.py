@@ -49,8 +49,8 @@ _HEAD = (
     *("first prompt", "prompt", "loss, nats"),
 )
 _UNKNOWN = (
-    "This model has no usage history on this machine. The lower speed assumes uniform expert usage, "
-    "the slowest case; the higher one assumes that few experts get most of the tokens."
+    "This model has no usage history on this machine. The lower speed assumes uniform expert "
+    "usage, the slowest case; the higher one assumes that few experts get most of the tokens."
 )
 
 # The numbers of docs/policies.md, "Choosing one".
@@ -115,9 +115,9 @@ def render_known(known: Known) -> str:
         f"else in the fastest one; --json lists all. Here: {FITS}, all of it in memory; {STREAMS}, "
         f"experts are read from disk as needed; {NO_ROOM}, larger than the free disk space. "
         f"At 8k: tokens per second after {LONG} tokens. First: seconds until the answer to a first "
-        f"prompt of {known.first_tokens} tokens starts. Speeds of models that stream assume uniform "
-        f"expert usage, the slowest case; the upper end of a range assumes that few experts get "
-        f"most of the tokens."
+        f"prompt of {known.first_tokens} tokens starts. Speeds of models that stream assume "
+        "uniform expert usage, the slowest case; the upper end of a range assumes that few "
+        f"experts get most of the tokens."
     )
     return "\n".join(
         [

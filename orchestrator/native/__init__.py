@@ -1,4 +1,4 @@
-"""The native library of patches/native: the only ctypes for our own C interface."""
+"""Python access to our C interface in patches/native. Only this package uses ctypes for it."""
 
 from orchestrator.native.abi import (
     ABI_VERSION,

@@ -1,6 +1,6 @@
 """A mirror of patches/native/moe-edge.h: structs, callbacks and functions.
 
-The names are the header's, where every field is explained.
+Names are the same as in the header, which documents every field.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ EXACT_TIERS = 2
 SIMULATED = 4
 WHOLE_EXPERTS = 8
 RIGID = 16
-# What the thread that decodes waits for, in the order of enum moe_edge_wait.
+# The causes for which the decoding thread waits, in the order of enum moe_edge_wait.
 WAITS = ("disk", "host tier", "copy", "transition", "launch")
-# Statuses of llama_decode: a step that failed, and a context without cells for the batch.
+# Return values of llama_decode: a failed step, and too few free KV cells for the batch.
 FAILED = -3
 NO_ROOM = 1
 
@@ -30,7 +30,7 @@ _I16, _I32, _I64 = ctypes.c_int16, ctypes.c_int32, ctypes.c_int64
 
 
 def fields_of(ctype: Any, names: str) -> list[tuple[str, Any]]:
-    """Fields of one type."""
+    """Return struct fields of one type. names: separated by spaces."""
     return [(name, ctype) for name in names.split()]
 
 
@@ -149,8 +149,8 @@ class CRoom(ctypes.Structure):
     ]
 
 
-# What the header's structs measure on a 64-bit machine. The library is built from the
-# same header and checked by its ABI version; these catch a mirror that went astray.
+# Sizes of the header's structs on a 64-bit machine. The ABI version guards against another library;
+# these sizes detect an error in this mirror.
 STRUCT_BYTES = {
     CSlices: 48,
     CGroup: 24,

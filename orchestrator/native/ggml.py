@@ -1,4 +1,4 @@
-"""ggml's own functions, as far as they are called, in the library of llama.cpp."""
+"""ctypes declarations of the ggml functions that we call, from llama.cpp's library."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class GgmlFunctions:
-    """The functions above, without their prefix."""
+    """The functions of _FUNCTIONS as attributes, without the prefix `ggml_`."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
-        """lib: llama.cpp's library, through which ggml's is found."""
+        """lib: llama.cpp's library, which depends on ggml's."""
         for name, (result, arguments) in _FUNCTIONS.items():
             function = lib[name]
             function.restype, function.argtypes = result, arguments

@@ -1,4 +1,4 @@
-"""The functions of moe-edge.h in a loaded library, and what they say of devices and memory."""
+"""Binds the functions of moe-edge.h, and queries devices and memory with them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from orchestrator.native.abi import (
 
 
 class Library:
-    """The moe_edge_* functions of a loaded llama library, ABI checked.
+    """The moe_edge_* functions of a loaded llama library, as attributes without the prefix.
 
-    Raises NativeError where the library is the stock one or another version.
+    Raises NativeError if the library is the stock one, or has another ABI version.
     """
 
     def __init__(self, lib: ctypes.CDLL) -> None:
@@ -32,13 +32,14 @@ class Library:
         for struct, size in STRUCT_BYTES.items():
             if ctypes.sizeof(struct) != size:
                 raise NativeError(
-                    f"{struct.__name__} measures {ctypes.sizeof(struct)} bytes, not {size}"
+                    f"{struct.__name__} has {ctypes.sizeof(struct)} bytes, but needs {size}: this "
+                    "is a bug in orchestrator.native.abi"
                 )
         self.lib = lib
         found = self._find("moe_edge_abi_version")()
         if found != ABI_VERSION:
             raise NativeError(
-                f"the installed llama.cpp has moe-edge ABI {found}, this Python code needs "
+                f"the installed llama.cpp has moe-edge ABI {found}, but this Python code needs "
                 f"{ABI_VERSION}: {built.advice()}"
             )
         for name, (restype, argtypes) in FUNCTIONS.items():
@@ -48,7 +49,8 @@ class Library:
             setattr(self, name.removeprefix("moe_edge_"), function)
 
     def _find(self, name: str) -> Any:
-        # A symbol of a library that this one depends on (ggml-cpu) is found through it.
+        """Return a symbol. Raises NativeError if it is missing."""
+        # The lookup includes libraries that this one depends on (ggml-cpu).
         try:
             return self.lib[name]
         except AttributeError:
@@ -67,8 +69,8 @@ _COPY_BYTES = 64 << 20
 
 
 class DeviceInfo(NamedTuple):
-    """handle is the library's own; name is how it is asked for, description what it calls itself;
-    sizes in bytes, memory_bytes what is free now."""
+    """A GPU. handle: of the native library. name: value of --device. description: the name that the
+    driver reports. memory_bytes: free memory. total_bytes: all memory."""
 
     handle: int
     name: str
@@ -80,10 +82,10 @@ class DeviceInfo(NamedTuple):
 class Bandwidths(NamedTuple):
     """Measured speeds of a device and its host.
 
-    pinned, pageable: copies from host memory to the device, in bytes per second; pinned is 0 if the
-    driver does not pin memory. round_trip_us: the time until the host sees that the smallest copy
-    is complete. compute: bytes of Q4_K weights per second that the host multiplies with one
-    token."""
+    pinned, pageable: bytes per second of copies from host memory to the device; pinned is 0 if the
+    driver cannot pin memory. round_trip_us: latency of the smallest copy, in microseconds. compute:
+    bytes of Q4_K weights per second that the host multiplies with one token.
+    """
 
     pinned: float
     pageable: float
@@ -92,7 +94,7 @@ class Bandwidths(NamedTuple):
 
 
 def find_device(library: Library, name: str) -> DeviceInfo:
-    """The device of this name, as "cuda0". Raises ConfigError where it is not here."""
+    """Return the device of this name, such as "cuda0". Raises ConfigError if there is none."""
     message = ctypes.create_string_buffer(_ERROR_BYTES)
     handle = library.device_find(name.encode(), message, _ERROR_BYTES)
     if not handle:
@@ -104,8 +106,8 @@ def find_device(library: Library, name: str) -> DeviceInfo:
 
 
 def context_memory(library: Library, context: int) -> tuple[int, int]:
-    """What a llama_context and its model take without expert slots: bytes of the host's memory,
-    and of others."""
+    """Return (host bytes, device bytes) of a llama_context and its model, without the expert
+    cache."""
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
     parts = (found.weights, found.cache, found.scratch)
@@ -113,16 +115,18 @@ def context_memory(library: Library, context: int) -> tuple[int, int]:
 
 
 def host_memory(library: Library, context: int) -> tuple[int, int]:
-    """What the cache of a llama_context, its recurrent states among that, and its graphs take of
-    the host's memory, in bytes."""
+    """Return (KV cache bytes, scratch bytes) of a llama_context in host memory.
+
+    The KV cache includes recurrent states. Scratch memory is used by compute graphs.
+    """
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
     return int(found.cache[0]), int(found.scratch[0])
 
 
 class Touched(NamedTuple):
-    """Bytes of the host's memory: what may be taken, what of that is in memory now, and of caches
-    what cells take that hold a token."""
+    """Bytes of host memory. reserved: allocated. resident: backed by pages now. used: of the KV
+    cache, in cells that hold a token."""
 
     reserved: int
     resident: int
@@ -130,8 +134,8 @@ class Touched(NamedTuple):
 
 
 class TouchedMemory(NamedTuple):
-    """What all contexts of this process have used of their caches, of the scratch that graphs
-    compute in, and of ggml's work buffers. Recurrent memories are not among them."""
+    """Host memory of all contexts of this process: the KV cache, the scratch memory of graphs, and
+    ggml's work buffers. Recurrent states are not included."""
 
     cache: Touched
     scratch: Touched
@@ -139,8 +143,11 @@ class TouchedMemory(NamedTuple):
 
 
 def touched_memory(library: Library) -> TouchedMemory:
-    """Now. The kernel is asked page by page, which takes 0.3 ms for each GiB that is reserved, and
-    0.7 more for each that is resident."""
+    """Return the current use of host memory.
+
+    The kernel is asked for each page. This takes 0.3 ms per reserved GiB, and another 0.7 ms per
+    resident GiB.
+    """
     found = CTouched()
     library.get_touched(ctypes.byref(found))
     cache = Touched(found.cache[0], found.cache[1], found.used)
@@ -148,8 +155,10 @@ def touched_memory(library: Library) -> TouchedMemory:
 
 
 class ProductTime(NamedTuple):
-    """What the host's threads take to multiply experts with one token, in microseconds: one expert
-    more, and what the first one takes beyond that, since the threads slept."""
+    """Time in which the host's threads multiply experts with one token, in microseconds.
+
+    each_us: for each expert. wake_us: extra time of the first expert, to wake up the threads.
+    """
 
     each_us: float
     wake_us: float
@@ -158,8 +167,10 @@ class ProductTime(NamedTuple):
 def measure_product(
     library: Library, quant: int, shape: tuple[int, int], threads: int
 ) -> ProductTime | None:
-    """For experts of this type, shape (row length, rows) each; takes 64 MiB meanwhile. None for a
-    type that the host does not multiply."""
+    """Measure `ProductTime` for experts of a quantization type. Allocates 64 MiB meanwhile.
+
+    shape: (row length, rows). Returns None if the host cannot multiply this type.
+    """
     each, wake = ctypes.c_double(), ctypes.c_double()
     outputs = ctypes.byref(each), ctypes.byref(wake)
     if library.measure_product(quant, *shape, threads, *outputs) != 0:
@@ -168,26 +179,31 @@ def measure_product(
 
 
 def measure_device(library: Library, device: DeviceInfo, threads: int) -> Bandwidths:
-    """Times copies to a device, and computing on so many threads of the host. Raises ConfigError
-    where there is no room for that, or the device is lost."""
+    """Measure copies to a device, and computing on `threads` threads of the host.
+
+    Raises ConfigError if the device has too little free memory or does not respond.
+    """
     found = CBandwidths()
     if library.device_measure(device.handle, _COPY_BYTES, threads, ctypes.byref(found)) != 0:
         raise ConfigError(
-            f"--device {device.name}: copies cannot be timed, it is full or does not answer"
+            f"--device {device.name}: copies cannot be timed: its memory is full, or it does not "
+            "respond"
         )
     return Bandwidths(*(getattr(found, name) for name, *_ in CBandwidths._fields_))
 
 
 class FreeCores:
-    """Lets a context of the CPU (a llama_context) choose its threads while it decodes, up to one
-    for each core that computing should use. Close it before the context is freed."""
+    """Lets a CPU context adapt its number of threads while it decodes, up to the number of cores.
+
+    context: a llama_context. Call `close` before the context is freed.
+    """
 
     def __init__(self, library: Library, context: int) -> None:
         self._library, self._context = library, context
         library.adapt_threads(context, default_threads())
 
     def close(self) -> None:
-        """From here on the context keeps the threads that it has; safe to call twice."""
+        """Fix the number of threads at its current value. Safe to call twice."""
         if self._context:
             self._library.adapt_threads(self._context, 0)
         self._context = 0

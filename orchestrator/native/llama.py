@@ -1,6 +1,6 @@
-"""Upstream's model and context through the stock bindings, no more than the engine needs.
+"""llama.cpp's model and context, through the low-level bindings of llama_cpp_python.
 
-The high-level Llama class is not used: it copies the logits of every token.
+The bindings' high-level Llama class is not used, because it copies the logits of every token.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from orchestrator.native import Library
 from orchestrator.native.ggml import ABORT_CALLBACK, GgmlFunctions
 
 EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
-# The exit status after llama.cpp ended the process: what a shell makes of SIGABRT.
+# Exit status after a fatal error in llama.cpp, as a shell reports SIGABRT.
 ABORTED = 128 + 6
-# Finds the reason in what is said then.
+# Finds the reason in the message of a fatal error.
 ABORT_REASON = r"llama\.cpp had to end the process \((.*)\): the file is damaged"
 _BUILD_FOLDER = re.compile(r"^\S*/")
 _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
 _ALL_LAYERS = 1 << 20
 _PIECE_BYTES = 256
-# How often OpenMP's threads look for work between two graphs: for a millisecond, not for twenty.
+# How long OpenMP's threads spin between two graphs: for about 1 ms instead of 20 ms.
 _OPENMP_SPINS = "20000"
 _LAZY_ON = 2  # LLAMA_LAZY_MODE_ON
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
 class BufferTypeOverride(ctypes.Structure):
-    """struct llama_model_tensor_buft_override; the bindings leave it out."""
+    """struct llama_model_tensor_buft_override, which the bindings do not declare."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
 class Bindings:
-    """The loaded module of upstream's bindings, and what its library last complained about."""
+    """The loaded bindings, and the latest errors in the library's log."""
 
     _shared: Bindings | None = None
 
     def __init__(self) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPINS)  # read when the library is loaded
-        # Otherwise ggml starts a debugger that prints pages, and sometimes hangs.
+        # Otherwise ggml starts a debugger on errors, which prints pages and sometimes hangs.
         os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         try:
             self.api: Any = built.bindings()
@@ -61,7 +61,7 @@ class Bindings:
         self.complaints: list[str] = []
         self._log = self.api.llama_log_callback(self._on_log)
         self.listen()
-        self.loading = ""  # the file of the latest model
+        self.loading = ""  # path of the model that was loaded last
         self._abort = ABORT_CALLBACK(self._on_abort)
         GgmlFunctions(self.api._lib).set_abort_callback(self._abort)
         self.api.llama_backend_init()
@@ -69,32 +69,34 @@ class Bindings:
 
     @classmethod
     def load(cls) -> Bindings:
-        """The bindings, loaded once a process. Raises NativeError."""
+        """Return the bindings, loaded once per process. Raises NativeError."""
         if cls._shared is None:
             cls._shared = cls()
         return cls._shared
 
     def library(self) -> Library:
-        """Our own functions in the loaded library. Raises NativeError for a stock package."""
+        """Return our own functions in the library. Raises NativeError for a stock package."""
         if self._library is None:
             self._library = Library(self.api._lib)
         return self._library
 
     def refusal(self) -> str:
-        """Why our side of the library refused the latest model with managed experts, or its
-        context; empty where it did not, or that was asked for already."""
+        """Return why our code refused the latest managed model or its context.
+
+        Returns "" if it did not refuse it. The reason is returned only once.
+        """
         return (self.library().load_error() or b"").decode("utf-8", "replace")
 
     def count_gpus(self) -> int:
-        """How many GPUs llama.cpp sees."""
+        """Return the number of GPUs that llama.cpp sees."""
         ggml = GgmlFunctions(self.api._lib)
         devices = map(ggml.backend_dev_get, range(ggml.backend_dev_count()))
         return sum(ggml.backend_dev_type(each) == _GPU for each in devices)
 
     def _on_abort(self, message: bytes) -> None:
-        """Ends the process with one sentence where ggml would end it with a debugger's output.
+        """Print one sentence and end the process, when ggml reports a fatal error.
 
-        It is called on any thread, and llama.cpp cannot go on after it returns.
+        This may run on any thread. llama.cpp cannot continue after it returns.
         """
         reason = _BUILD_FOLDER.sub("", message.decode("utf-8", "replace").strip())
         about = f"{self.loading}: " if self.loading else ""
@@ -107,7 +109,7 @@ class Bindings:
         os._exit(ABORTED)
 
     def listen(self) -> None:
-        """Hears what the library says from here on: another may have taken its only log."""
+        """Make this object the receiver of the library's log, in case other code replaced it."""
         self.complaints.clear()
         self.api.llama_log_set(self._log, ctypes.c_void_p(0))
 
@@ -120,15 +122,17 @@ class Bindings:
             print(line, end="", file=sys.stderr, flush=True)
 
     def complaint(self) -> str:
-        """The first error in the library's log, in brackets, or nothing: later ones follow from
-        it. They are forgotten then."""
+        """Return the first error in the log, in parentheses, or "". Clears the collected errors.
+
+        Later errors usually follow from the first one.
+        """
         said = list(self.complaints)
         self.complaints.clear()
         return f" ({said[0]})" if said else ""
 
 
 class Model:
-    """A loaded llama_model and its vocabulary. Free it with close, after its contexts."""
+    """A loaded llama_model and its vocabulary. Call `close` after its contexts are closed."""
 
     def __init__(
         self,
@@ -145,14 +149,15 @@ class Model:
         overrides: Mapping[str, int | str] | None = None,
         **more: Any,
     ) -> None:
-        """managed: expert tensors become placeholders for the native store, of buffer_type or
-        else of the host's, and rows of lookup tables are read from the file when they are needed.
-        gpu: the one that everything is loaded onto, None for none. no_data:
-        it takes no memory, and neither do its contexts, which count what they would take.
-        overrides: metadata by key, in the place of the file's. more: fields of
-        llama_model_params, set last.
+        """Load a model from a GGUF file.
 
-        Raises NativeError with the library's own reason; what progress raises comes through.
+        managed: expert tensors become placeholders for the native store, in buffer_type or else in
+        the host's; rows of lookup tables are read from the file when needed. gpu: number of the
+        GPU that everything is loaded to; None for none. no_data: allocate no memory for the model
+        and its contexts; contexts then report what they would need. overrides: metadata that
+        replaces the file's, by key. more: fields of llama_model_params, set last.
+
+        Raises NativeError with the library's reason, and any exception of `progress`.
         """
         api = self.api = bindings.api
         self._handle: int | None = None
@@ -178,7 +183,7 @@ class Model:
             try:
                 if progress is not None:
                     progress(done)
-            except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+            except BaseException as error:  # noqa: BLE001 - raised again after C has returned
                 interrupts.hand_over(error)
                 return False
             return not interrupts.asked()
@@ -211,19 +216,19 @@ class Model:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether not even a whole sequence can be cut: a recurrent layer knows its latest state
-        alone."""
+        """Whether a sequence cannot be truncated at all, because recurrent layers only store their
+        latest state."""
         api, handle = self.api, self.handle
         return bool(api.llama_model_is_recurrent(handle) or api.llama_model_is_hybrid(handle))
 
     @property
     def has_part(self) -> bool:
-        """Whether a sequence cannot be cut everywhere: a part of its memory leaves out what a
-        window no longer sees, or what a recurrent layer no longer knows."""
+        """Whether a sequence cannot be truncated at every position, because of a sliding window or
+        recurrent layers."""
         return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of a text. Raises NativeError if the tokenizer fails."""
+        """Return the token ids of a text. Raises NativeError if the tokenizer fails."""
         data = text.encode("utf-8", "replace")
         room = len(data) + 16
         for _ in range(2):
@@ -237,37 +242,43 @@ class Model:
         raise NativeError("the text cannot be tokenized")
 
     def piece(self, token: int, special: bool = False, room: int = _PIECE_BYTES) -> bytes:
-        """The bytes that a token stands for; control tokens are empty unless special."""
+        """Return the bytes of a token. Control tokens are empty, unless special is true."""
         text = ctypes.create_string_buffer(room)
         count = self.api.llama_token_to_piece(self.vocab, token, text, room, 0, special)
         return self.piece(token, special, -count) if count < 0 else text.raw[:count]
 
     def is_end(self, token: int) -> bool:
+        """Whether a token ends an answer."""
         return bool(self.api.llama_vocab_is_eog(self.vocab, token))
 
     def is_control(self, token: int) -> bool:
+        """Whether a token is a control token."""
         return bool(self.api.llama_vocab_is_control(self.vocab, token))
 
     def adds_bos(self) -> bool:
+        """Whether the tokenizer starts a text with BOS."""
         return bool(self.api.llama_vocab_get_add_bos(self.vocab))
 
     def bos(self) -> str:
+        """Return the text of the BOS token; "" if there is none."""
         return self._token_text(self.api.llama_vocab_bos(self.vocab))
 
     def eos(self) -> str:
+        """Return the text of the EOS token; "" if there is none."""
         return self._token_text(self.api.llama_vocab_eos(self.vocab))
 
     def _token_text(self, token: int) -> str:
         return "" if token < 0 else self.piece(token, special=True).decode("utf-8", "replace")
 
     def close(self) -> None:
+        """Free the model. Safe to call twice."""
         if self._handle is not None:
             self.api.llama_model_free(self._handle)
             self._handle = None
 
 
 def _overrides(api: Any, overrides: Mapping[str, int | str]) -> Any:
-    """An array of llama_model_kv_override, whose end is one without a key."""
+    """Return an array of llama_model_kv_override. An entry without a key ends it."""
     values = (api.llama_model_kv_override * (len(overrides) + 1))()
     for each, (key, value) in zip(values, overrides.items(), strict=False):
         each.key = key.encode()
@@ -279,8 +290,10 @@ def _overrides(api: Any, overrides: Mapping[str, int | str]) -> Any:
 
 
 class LlamaContext:
-    """A llama_context with one sequence, number 0, and maybe others, which share its cells. Free
-    it with close, before the store and the model."""
+    """A llama_context with sequence 0 and optionally others, which share its KV cells.
+
+    Call `close` before the store and the model are closed.
+    """
 
     def __init__(
         self,
@@ -297,16 +310,19 @@ class LlamaContext:
         kv: str = DEFAULT_KV,
         **more: Any,
     ) -> None:
-        """outputs: tokens of a step that may have logits, where it is of one sequence.
-        flash_attention False keeps the attention weights in the graph. on_gpu: the KV cache
-        lies there, as the model does. sequences: how many there are beside number 0. kv: its type,
-        of KV_TYPES. more: fields of llama_context_params, set last.
-        Raises NativeError."""
+        """outputs: tokens of one sequence that may have logits in a step. flash_attention: False
+        keeps the attention weights in the graph. on_gpu: whether the KV cache is on the GPU, like
+        the model. sequences: number of sequences in addition to number 0. kv: type of the KV cache,
+        from KV_TYPES. more: fields of llama_context_params, set last.
+
+        Raises NativeError.
+        """
         api = self.api = bindings.api
         self.model = model
         if api.llama_model_is_diffusion(model.handle):
             raise NativeError(
-                f"{model.path}: it writes a text by diffusion, and not token by token"
+                f"{model.path}: diffusion models are not supported: they do not generate token by "
+                "token"
             )
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
@@ -321,7 +337,7 @@ class LlamaContext:
             params.type_k = params.type_v = int(KV_TYPES[kv])
         if not flash_attention:
             params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        # A CUDA build would otherwise move the KV cache and large products to the GPU by itself.
+        # By default a CUDA build moves the KV cache and large products to the GPU.
         params.offload_kqv = on_gpu
         params.op_offload = False
         for name, value in more.items():
@@ -332,9 +348,9 @@ class LlamaContext:
             if model.managed and (reason := bindings.refusal()):
                 raise NativeError(f"{model.path}: {reason}")
             raise NativeError(f"llama.cpp cannot make a context{bindings.complaint()}")
-        # Says that a decode should end early; asked during interruptible steps.
+        # Returns whether to end a decode early. Called during interruptible steps.
         self.should_stop: Callable[[], bool] = lambda: False
-        # Makes a decode end early; called from another thread when a signal arrives.
+        # Ends a decode early. Called from another thread when a signal arrives.
         self.stop: Callable[[], None] = lambda: None
         self._abort = api.ggml_abort_callback(self._on_abort)
         self._no_abort = api.ggml_abort_callback(0)
@@ -352,10 +368,10 @@ class LlamaContext:
 
     @interrupts.called_from_c
     def _on_abort(self, _data: int | None) -> bool:
-        # Running Python between graph nodes is also what lets a Ctrl-C handler run.
+        # Running Python between graph nodes also lets a Ctrl-C handler run.
         try:
             return self.should_stop() or interrupts.asked()
-        except BaseException as error:  # noqa: BLE001 - decode raises it, once C has returned
+        except BaseException as error:  # noqa: BLE001 - raised again after C has returned
             interrupts.hand_over(error)
             return True
 
@@ -368,11 +384,15 @@ class LlamaContext:
     def decode(
         self, tokens: Sequence[int], pos: int, all_logits: bool = False, interruptible: bool = False
     ) -> int:
-        """Evaluates at most n_ubatch tokens at positions pos, pos+1, ...; the last one (or
-        each) gets logits. interruptible costs a Python call for every graph node: for long
-        steps. Returns llama_decode's status: 0, 1 without room, 2 aborted, negative on an
-        error, FAILED where a store may have the reason. Raises KeyboardInterrupt, and what
-        should_stop raised."""
+        """Evaluate at most n_ubatch tokens of sequence 0, at positions pos, pos + 1, and so on.
+
+        all_logits: compute logits of each token, instead of only the last one. interruptible: call
+        Python for every graph node; this is slow, so use it for long steps only.
+
+        Returns llama_decode's status: 0, 1 if there are too few KV cells, 2 if aborted, negative on
+        an error; FAILED if the store may know the reason. Raises KeyboardInterrupt, and any
+        exception of should_stop.
+        """
         n = len(tokens)
         self._tokens[:n] = tokens
         self._positions[:n] = range(pos, pos + n)
@@ -388,9 +408,11 @@ class LlamaContext:
         sequences: Sequence[int],
         wanted: np.ndarray | None = None,
     ) -> int:
-        """Evaluates tokens, each at a position of a sequence, in this order. wanted: bool [n],
-        which of them get logits, None for all. Whether the step may end early is left to who set
-        that for the context. Returns llama_decode's status, as decode does."""
+        """Evaluate tokens, each at a position of a sequence, in this order.
+
+        wanted: bool [n], the tokens that get logits; None for all. The caller may have set an abort
+        callback for the context. Returns llama_decode's status, like decode.
+        """
         n = len(tokens)
         self._tokens[:n], self._positions[:n] = tokens, positions
         self._wanted[:n] = 1 if wanted is None else wanted
@@ -414,25 +436,31 @@ class LlamaContext:
                 self.api.llama_set_abort_callback(self.handle, self._no_abort, None)
 
     def share(self, sequence: int) -> None:
-        """Make a sequence hold what sequence 0 holds, and nothing else."""
+        """Copy the KV cache of sequence 0 to another sequence, which loses its own."""
         self.api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self.api.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def logits(self, n_outputs: int = 1) -> np.ndarray:
-        """Logits [n_outputs, n_vocab] of the last decode: a view, valid until the next one."""
+        """Return the logits of the last decode, float32 [n_outputs, n_vocab].
+
+        The array is a view, valid until the next decode.
+        """
         pointer = self.api.llama_get_logits(self.handle)
         if not pointer:
-            raise NativeError("llama.cpp has no logits")
+            raise NativeError("llama.cpp has no logits: decode a step first")
         return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
 
     def forget_from(self, pos: int, sequence: int = 0) -> bool:
-        """Drops a sequence's cache from a position on; False where this kind of memory cannot."""
+        """Drop the KV cells of a sequence from a position on. Returns False if its memory cannot be
+        truncated there."""
         return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
 
     def forget_all(self) -> None:
+        """Clear the KV cache of all sequences."""
         self.api.llama_memory_clear(self._memory, True)
 
     def close(self) -> None:
+        """Free the context. Safe to call twice."""
         if self._handle is not None:
             self.api.llama_batch_free(self._batch)
             self.api.llama_free(self._handle)

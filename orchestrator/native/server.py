@@ -1,4 +1,4 @@
-"""The functions of moe-edge-server.h: llama.cpp's server without HTTP, in a library of its own."""
+"""Binds the functions of moe-edge-server.h: llama.cpp's server without HTTP, in its own library."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from orchestrator.native.abi import fields_of
 ABI_VERSION = 10
 _ERROR_BYTES = 512
 _NO_SEED = 0xFFFFFFFF
-# More marks than a sequence has.
+# An upper limit of the marks of a sequence.
 _MOST_MARKS = 64
-# There is room for so many tokens before it is known how many a sequence holds.
+# Length of the first buffer for a sequence's tokens. It grows if a sequence holds more.
 _MANY_TOKENS = 16384
-# Why moe_edge_request_run ended before the end of an answer.
+# Return values of moe_edge_request_run, if the answer ended early.
 _FAILURES = {
-    -1: "there was no memory for the answer",
-    -2: "the client is too far behind the answer: too much of it was not read",
+    -1: "there was too little memory for the answer",
+    -2: "the client reads too slowly: too much of the answer is unread",
 }
 
 
@@ -72,10 +72,10 @@ class CNotes(ctypes.Structure):
 
 
 class FileMark(NamedTuple):
-    """A place in a sequence to which its memory can go back, with data in a file.
+    """A position to which a sequence's memory can be restored, with its data in a file.
 
-    offset, n_bytes: where the data is. n_tokens: the tokens before the place. pos_min, pos_max: the
-    positions that the data has; -1 where an older file does not say.
+    offset, n_bytes: place of the data in the file. n_tokens: number of tokens before the position.
+    pos_min, pos_max: positions that the data covers; -1 if an older file does not record them.
     """
 
     offset: int
@@ -86,9 +86,12 @@ class FileMark(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What a sequence holds, and how its last answer ended: stop is "none" if it did not end by
-    itself, "end" at a token that ends answers, "word" at a stop word, "limit" at a limit; truncated
-    if that limit was the context."""
+    """The length of a sequence, and how its last answer ended.
+
+    stop: "end" after a token that ends answers, "word" after a stop word, "limit" at a token limit,
+    or "none" if the answer was cancelled or has not ended. truncated: whether the limit was the
+    context.
+    """
 
     n_tokens: int
     stop: str
@@ -172,8 +175,10 @@ def native_config(
     loud: bool,
     **others: float,
 ) -> CServerConfig:
-    """What a native server is made with. others: the numbers of moe_edge_native_config, by their
-    names there."""
+    """Return the configuration of a native server.
+
+    loud: whether llama.cpp logs. others: the numbers of moe_edge_native_config, by their names.
+    """
     return CServerConfig(
         model_name=model_name.encode(),
         chat_template=None if chat_template is None else chat_template.encode(),
@@ -189,9 +194,9 @@ def _array(tokens: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:
 
 
 class ServerLibrary:
-    """The loaded library. llama.cpp's own has to be loaded before.
+    """The loaded server library. llama.cpp's library has to be loaded before it.
 
-    Raises NativeError for a file that is not such a library.
+    Raises NativeError for a file that is not such a library, or that has another ABI version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,27 +204,31 @@ class ServerLibrary:
             self.lib = ctypes.CDLL(str(path))
             found = self.lib.moe_edge_server_abi_version()
         except (OSError, AttributeError) as error:
-            raise NativeError(f"{path}: it cannot be loaded ({error}): run `make build`") from error
+            raise NativeError(
+                f"{path}: cannot load this library ({error}): run `make build`"
+            ) from error
         if found != ABI_VERSION:
-            raise NativeError(f"{path} has ABI {found}, not {ABI_VERSION}: run `make build`")
+            raise NativeError(
+                f"{path}: the library has ABI {found}, but {ABI_VERSION} is needed: run `make "
+                "build`"
+            )
         for name, (restype, argtypes) in _FUNCTIONS.items():
             function = getattr(self.lib, name)
             function.restype, function.argtypes = restype, argtypes
 
     def routes(self) -> tuple[str, ...]:
-        """The paths that a request may name."""
+        """Return the paths that a request may have."""
         names = takewhile(bool, map(self.lib.moe_edge_server_route, count()))
         return tuple(name.decode() for name in names)
 
     def try_template(
         self, template: str, cases: Sequence[Mapping[str, Any]], bos: str = "", eos: str = ""
     ) -> list[dict[str, Any]]:
-        """Return what the server makes of requests with a chat template, without a model.
+        """Return the prompts and parsed answers that a chat template gives, without a model.
 
-        cases: each has a `request` for /v1/chat/completions, and optionally texts that a model
-        answers (`answers`). Each result has the `prompt`, the `grammar`, and for each answer the
-        message that a client gets, or `error`. Raises NativeError for a template that cannot be
-        read.
+        cases: each has a `request` for /v1/chat/completions, and optionally `answers`, texts that a
+        model generated. Each result has the `prompt`, the `grammar`, and the parsed message of each
+        answer, or an `error`. Raises NativeError for an invalid template.
         """
         question = {"template": template, "bos_token": bos, "eos_token": eos, "cases": cases}
         reply = json.loads(self.lib.moe_edge_server_try_template(json.dumps(question).encode()))
@@ -229,15 +238,16 @@ class ServerLibrary:
 
 
 class NativeServer:
-    """llama.cpp's server on a loaded model and context. Free it with close, before both of them.
+    """llama.cpp's server on a loaded model and context. Call `close` before both are closed.
 
-    Python is called back on the thread that is in run.
+    error: the exception of a Python callback, if one failed. Callbacks run on the thread that is in
+    `run`.
     """
 
     def __init__(
         self, library: ServerLibrary, model: int, context: int, config: CServerConfig
     ) -> None:
-        """model, context: handles of llama.cpp. Raises NativeError with the server's reason."""
+        """model, context: llama.cpp's handles. Raises NativeError with the server's reason."""
         self.lib = library.lib
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         self._handle: int | None = self.lib.moe_edge_server_create(
@@ -247,25 +257,28 @@ class NativeServer:
             raise NativeError(message.value.decode("utf-8", "replace"))
         self._trampolines: list[Any] = []
         self.error: BaseException | None = None
-        self.note: Callable[[str], None] = lambda _sentence: None  # gets what the log should say
+        self.note: Callable[[str], None] = lambda _sentence: None  # gets messages for the log
 
     @property
     def has_part(self) -> bool:
-        """Whether a sequence cannot be cut anywhere, as of the memory of recurrent layers and of
-        windows: it goes back to marks."""
+        """Whether sequences cannot be truncated at every position, because of recurrent layers or
+        sliding windows. Such sequences are restored at marks."""
         return bool(self.lib.moe_edge_server_has_part(self.handle))
 
     def set_before_step(self, function: Callable[[bool], None]) -> None:
-        """Before run: function is called before each step, on the thread that is in run, with
-        whether every token of the step continues an answer. What it raises fails the step, and is
-        error until the next one."""
+        """Set a function that is called before each step. Call this before `run`.
+
+        The function gets whether all tokens of the step continue answers. It runs on the thread
+        that is in `run`. If it raises, the step fails, and the exception is in `error` until the
+        next step.
+        """
 
         @interrupts.called_from_c
         def before(_user: int | None, is_answer: int) -> int:
             self.error = None
             try:
                 function(bool(is_answer))
-            except BaseException as error:  # noqa: BLE001 - C would not get it
+            except BaseException as error:  # noqa: BLE001 - exceptions cannot pass through C
                 self.error = error
                 return 1
             return 0
@@ -274,9 +287,11 @@ class NativeServer:
         self.lib.moe_edge_server_set_before_step(self.handle, self._trampolines[-1], None)
 
     def set_before_prompt(self, function: Callable[[int, list[int]], None]) -> None:
-        """Before run: on the thread of a request, function gets each of its sequences and the
-        tokens of the one prompt that will be read there, none where that is not known; before
-        anything is read. It raises nothing."""
+        """Set a function that is called before a request's prompt is read. Call this before `run`.
+
+        The function gets each sequence of the request and the tokens of its prompt; the list is
+        empty if they are not known. It runs on the request's thread and must not raise.
+        """
 
         @interrupts.called_from_c
         def before(_user: int | None, sequence: int, tokens: Any, n_tokens: int) -> None:
@@ -290,9 +305,13 @@ class NativeServer:
         save: Callable[[int], bytes | None],
         restore: Callable[[int, bytes], None],
     ) -> None:
-        """Before run: what save gives for a sequence goes with the tokens that it holds then, and
-        restore gets it if the sequence goes back to them, or if a copy with them comes back. Both
-        are called on the thread that is in run. What they raise is error, and changes nothing."""
+        """Attach state to the tokens of a sequence. Call this before `run`.
+
+        save: returns the current state of a sequence, or None. It is stored with the tokens that
+        the sequence holds. restore: gets that state when the sequence returns to these tokens, also
+        from a copy. Both run on the thread that is in `run`. Their exceptions are stored in `error`
+        and have no other effect.
+        """
         notes: dict[int, bytes] = {}
         numbers = count()
 
@@ -300,7 +319,7 @@ class NativeServer:
         def note(_user: int | None, sequence: int) -> int:
             try:
                 state = save(sequence)
-            except Exception as error:  # noqa: BLE001 - C would not get it
+            except Exception as error:  # noqa: BLE001 - exceptions cannot pass through C
                 self.error = error
                 return -1
             if state is None:
@@ -313,7 +332,7 @@ class NativeServer:
         def recall(_user: int | None, sequence: int, number: int) -> None:
             try:
                 restore(sequence, notes[number])
-            except Exception as error:  # noqa: BLE001 - C would not get it
+            except Exception as error:  # noqa: BLE001 - exceptions cannot pass through C
                 self.error = error
 
         @interrupts.called_from_c
@@ -331,30 +350,33 @@ class NativeServer:
         return self._handle
 
     def run(self) -> None:
-        """Answers requests until stop. Every step is computed on this thread."""
+        """Answer requests until `stop` is called. All steps are computed on this thread."""
         self.lib.moe_edge_server_run(self.handle)
 
     def keep_prompts(self, n_bytes: int) -> int:
-        """On the thread that is in run, before a step is computed: copies of earlier conversations
-        take so many bytes at most from now on. Returns what they take."""
+        """Limit the memory for copies of earlier conversations. Returns the bytes that they use.
+
+        Call this between steps, on the thread that is in `run`.
+        """
         return int(self.lib.moe_edge_server_keep_prompts(self.handle, n_bytes))
 
-    # The methods about a sequence do their work between two steps of run, once no request decodes
-    # on the sequence; or, after run has returned and each request is closed, at once. They are not
-    # called on the thread that is in run.
+    # The following methods act on a sequence between two steps of `run`, after its last request has
+    # finished decoding. After `run` has returned and all requests are closed, they act at once. Do
+    # not call them on the thread that is in `run`.
 
     def settle(self) -> None:
-        """Returns once the steps of all requests that have ended are computed, however they
-        ended."""
+        """Block until the steps of all finished and cancelled requests are computed."""
         self.lib.moe_edge_server_settle(self.handle)
 
     def forget(self, sequence: int) -> bool:
-        """Lets a sequence forget what it holds. If no request decodes on any sequence, the caller
-        may use the context afterwards, until its next request. False where the server ends."""
+        """Drop the tokens of a sequence. Returns False during shutdown.
+
+        If no request is decoding, the caller may use the context until its next request.
+        """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
     def tokens(self, sequence: int) -> list[int]:
-        """Return the tokens that a sequence holds; none where the server ends."""
+        """Return the tokens that a sequence holds; empty during shutdown."""
         found = (ctypes.c_int32 * _MANY_TOKENS)()
         while (n := self._tokens_into(sequence, found)) > len(found):
             found = (ctypes.c_int32 * n)()
@@ -364,8 +386,11 @@ class NativeServer:
         return int(self.lib.moe_edge_server_tokens(self.handle, sequence, found, len(found)))
 
     def match(self, sequence: int, prompt: Sequence[int]) -> tuple[int, bool]:
-        """Return what reusable returns, and whether reading the prompt would take tokens of another
-        conversation from the sequence."""
+        """Return (number of reusable tokens, whether the prompt belongs to another conversation).
+
+        The first value is that of `reusable`. The second one is True if reading the prompt would
+        drop tokens of another conversation from the sequence.
+        """
         is_another = ctypes.c_int()
         spared = self.lib.moe_edge_server_match(
             self.handle, sequence, _array(prompt), len(prompt), ctypes.byref(is_another)
@@ -373,13 +398,15 @@ class NativeServer:
         return max(0, int(spared)), bool(is_another.value)
 
     def reusable(self, sequence: int, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a prompt would not be read again, because the sequence or a
-        copy in memory has them."""
+        """Return how many tokens of a prompt need not be computed, because the sequence or a copy
+        in memory has them."""
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
-        """Return the prompt with the tokens of `held` wherever both stand for the same text between
-        control tokens. From any thread."""
+        """Return the prompt, re-tokenized like `held` where both have the same text.
+
+        Texts are compared between control tokens. Any thread may call this.
+        """
         given, known = _array(prompt), _array(held)
         made = (ctypes.c_int32 * (len(prompt) + len(held)))()
         while True:
@@ -391,9 +418,11 @@ class NativeServer:
             made = (ctypes.c_int32 * n)()
 
     def save(self, sequence: int, path: Path) -> tuple[int, int, list[FileMark]]:
-        """Writes what a sequence holds to a file: its tokens and llama.cpp's state, and after these
-        the data of its marks. Returns the bytes of the first part, 0 where that fails or the server
-        is about to end, how many tokens it has, and the marks."""
+        """Save a sequence to a file: its tokens and llama.cpp's state, then the data of its marks.
+
+        Returns (bytes of the first part, number of tokens, marks). The first value is 0 if saving
+        fails, and during shutdown.
+        """
         n_tokens, n_marks = ctypes.c_int32(), ctypes.c_int32(_MOST_MARKS)
         marks = (CMark * _MOST_MARKS)()
         done = self.lib.moe_edge_server_save(
@@ -411,8 +440,11 @@ class NativeServer:
         return max(0, int(done)), n_tokens.value, found
 
     def restore(self, sequence: int, path: Path, marks: Sequence[FileMark] = ()) -> bool:
-        """Replaces what a sequence holds by what a file has. Uses the latest of the marks, as many
-        as there is memory for. False where that fails, and the sequence holds nothing then."""
+        """Replace the contents of a sequence with those of a file. Returns False on failure.
+
+        Restores the latest marks, as many as there is memory for. After a failure the sequence is
+        empty.
+        """
         given = (CMark * len(marks))(*(CMark(*each) for each in marks))
         done = self.lib.moe_edge_server_restore(
             self.handle, sequence, os.fsencode(path), given, len(marks)
@@ -420,40 +452,46 @@ class NativeServer:
         return int(done) == 0
 
     def look(self, sequence: int) -> Ending:
-        """Return what a sequence holds, and how its last answer ended."""
+        """Return the length of a sequence, and how its last answer ended."""
         at_context = ctypes.c_int()
         stop = self.lib.moe_edge_server_ending(self.handle, sequence, ctypes.byref(at_context))
         n = self._tokens_into(sequence, (ctypes.c_int32 * 0)())
         return Ending(max(0, n), _STOPS[stop], bool(at_context.value))
 
     def stop(self) -> None:
-        """Ends the running step and every request, and so run; from any thread."""
+        """Cancel the running step and all requests, and make `run` return. Thread-safe."""
         if self._handle is not None:
             self.lib.moe_edge_server_stop(self._handle)
 
     def request(self, route: str, body: bytes, sequences: Sequence[int] = ()) -> NativeRequest:
-        """A request that has not begun. sequences: those that its prompts are read into, by turns;
-        llama.cpp chooses where there are none. Raises NativeError for a route that there is not,
-        and where there is no memory."""
+        """Return a new request that is not running yet.
+
+        sequences: slots for its prompts, which use them in turn; llama.cpp chooses if empty. Raises
+        NativeError for an unknown route, and if there is no memory.
+        """
         given = (ctypes.c_int32 * len(sequences))(*sequences)
         handle = self.lib.moe_edge_request_create(
             self.handle, route.encode(), body, len(body), given, len(sequences)
         )
         if not handle:
-            raise NativeError(f"llama.cpp's server has no route {route}, or no memory for it")
+            raise NativeError(
+                f"llama.cpp's server has no route {route}, or there is no memory for the request"
+            )
         return NativeRequest(self.lib, handle, self.note)
 
     def close(self) -> None:
-        """Frees it, once run has returned and each request is closed; safe to call twice."""
+        """Free the server, after `run` has returned and all requests are closed. Safe to call
+        twice."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self.lib.moe_edge_server_free(handle)
 
 
 class NativeRequest:
-    """One request and its answer. One thread runs it, and another one may take what has come.
+    """One request and its answer. One thread runs it; a second thread may take the answer.
 
-    status: of HTTP, and is_stream: whether the answer comes as events, once something was taken.
+    status: the HTTP status. is_stream: whether the answer is a stream of events. Both are valid
+    after something was taken.
     """
 
     def __init__(self, lib: Any, handle: int, note: Callable[[str], None]) -> None:
@@ -466,9 +504,11 @@ class NativeRequest:
         self.is_stream = False
 
     def run(self, ready: int = -1) -> None:
-        """Answers it, to its end, and closes it. ready: a file descriptor that gets a byte when
-        something has come for one who had found nothing, and at the end. Raises NativeError where
-        it ended before its end."""
+        """Compute the whole answer, then close the request.
+
+        ready: a file descriptor. It gets a byte when text arrives after a `take` that found
+        nothing, and at the end. Raises NativeError if the answer ended early.
+        """
         try:
             failed = self._lib.moe_edge_request_run(self._handle, ready)
             with self._closing:
@@ -482,12 +522,14 @@ class NativeRequest:
         finally:
             self.close()
             if ready >= 0:
-                with suppress(BlockingIOError):  # who waits has been told already
+                with suppress(BlockingIOError):  # the pipe is full, so the reader wakes up anyway
                     os.write(ready, b"\0")
 
     def take(self) -> tuple[bytes, bool]:
-        """(what has come since the last call, whether that was all). Of a stream these are whole
-        events, of any other answer all of it or nothing."""
+        """Return (text since the last call, whether the answer is complete).
+
+        The text of a stream consists of whole events. Any other answer comes as one piece.
+        """
         with self._closing:
             if self._handle is not None:
                 return self._take(), False
@@ -496,7 +538,7 @@ class NativeRequest:
 
     @property
     def n_left(self) -> int:
-        """Bytes that nobody has taken, once it has ended."""
+        """Bytes that were not taken when the answer ended."""
         return len(self._rest)
 
     def _take(self) -> bytes:
@@ -508,8 +550,10 @@ class NativeRequest:
         return ctypes.string_at(data.value or 0, size.value) if size.value else b""
 
     def token_times(self) -> list[int]:
-        """Return when each token of the first answer was known, in microseconds since run began;
-        once it has run. The first one is the end of the prompt's last step."""
+        """Return when each token of the first answer was known, in microseconds since `run` began.
+
+        The first time is the end of the prompt's last step. Valid after `run`.
+        """
         return self._token_times
 
     def _take_times(self) -> list[int]:
@@ -518,19 +562,19 @@ class NativeRequest:
         return found[:n]
 
     def whole(self) -> tuple[int, bytes]:
-        """Runs it; its status and all that came."""
+        """Run the request, and return (HTTP status, complete answer)."""
         self.run()
         text, _ = self.take()
         return self.status, text
 
     def cancel(self) -> None:
-        """Lets it end soon; nothing where it is closed."""
+        """Ask the request to end soon. Does nothing if it is closed. Thread-safe."""
         with self._closing:
             if self._handle is not None:
                 self._lib.moe_edge_request_cancel(self._handle)
 
     def close(self) -> None:
-        """Frees it, not beside run; safe to call twice."""
+        """Free the request. Do not call this while `run` is running. Safe to call twice."""
         with self._closing:
             handle, self._handle = self._handle, None
         if handle is not None:

@@ -1,4 +1,4 @@
-"""What a native store is built from."""
+"""The parameters of a native store."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from orchestrator.native.abi import (
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Where the experts of one (layer, kind, tier) lie; see struct moe_edge_slices. checksums: a
-    CRC-32 for each expert, none where the file has none. interleaved_rows: 0, or the rows of a
-    matrix whose slots hold it in the CPU's own layout. compute_us: what the host's threads take to
-    compute one expert that a device lacks, 0 where that was not measured."""
+    """The experts of one (layer, kind, tier) in a file; see struct moe_edge_slices.
+
+    checksums: CRC-32 of each expert; empty if the file has none. interleaved_rows: number of rows
+    if slots hold the matrix in the CPU's repacked layout, else 0. compute_us: time in which the
+    host computes one expert that is missing on the device; 0 if it was not measured.
+    """
 
     file: int
     offset: int
@@ -39,12 +41,12 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """How a store on a device serves experts that the device lacks, if a layer has few tokens.
+    """How a store on a device serves experts that are missing there, in layers with few tokens.
 
-    mode: "copy", "compute" or "auto". copy: the speed of copies to the device in bytes per second,
-    0 if it is unknown. round_trip_us: the time that is lost when the host and the device wait for
-    each other once. threads: how many threads of the host compute. Slices.compute_us has the time
-    that the host needs for one expert."""
+    mode: "copy", "compute" or "auto". copy: bytes per second of copies to the device, 0 if unknown.
+    round_trip_us: time lost when host and device wait for each other once. threads: number of host
+    threads that compute. Slices.compute_us has the host's time for one expert.
+    """
 
     mode: str = "copy"
     copy: float = 0.0
@@ -56,16 +58,17 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Everything a store is built from.
+    """All parameters of a store.
 
-    layers: (il, {(kind, tier): Slices}) for each MoE layer in order, tiers numbered
-    best first without gaps; groups: (slot_bytes, n_slots). n_passing[group]: slots that
-    passing requests may take from the others; 1 where it is empty. on_host[group]: its slots are in
-    the host's memory behind a device, whose threads compute them; none where it is empty.
-    importance_window: token
-    importance from the last W queries; 0 none, -1 all of them. exact_tiers: a request drops
-    a better copy. whole_experts: an op gets an expert once all matrices of it are there. rigid:
-    reads go in the order in which they were asked for, and none is taken back.
+    layers: (il, {(kind, tier): Slices}) of each MoE layer in order; tiers are numbered from the
+    best without gaps. groups: (slot_bytes, n_slots). n_passing[group]: slots that streaming
+    requests may take from cached experts; empty means 1. on_host[group]: whether the slots are in
+    host memory and host threads compute them, although the store is on a device; empty means False.
+
+    importance_window: token importance from the last W queries; 0 for none, -1 for all.
+    exact_tiers: do not serve a request from a copy in a better tier. whole_experts: start computing
+    an expert when all of its matrices are in memory. rigid: read in the order of the requests, and
+    cancel no read.
     """
 
     files: tuple[Path, ...]
@@ -83,15 +86,15 @@ class StoreSpec:
     on_host: tuple[bool, ...] = ()
     importance_window: int = 0
     exact_tiers: bool = False
-    device: str | None = None  # whose memory the slots are; None for the host's
-    host_bytes: int = 0  # the cache of experts behind a device
+    device: str | None = None  # the device whose memory holds the slots; None for the host
+    host_bytes: int = 0  # size of the host cache in front of the disk, if the slots are on a device
     misses: Misses = Misses()
     simulated: bool = False  # no file is opened; see orchestrator.lab.replay.simulate
     whole_experts: bool = False
-    rigid: bool = False  # simulated stores only
+    rigid: bool = False  # only for simulated stores
 
     def with_slices(self, change: Callable[[int, int, Slices], Slices]) -> StoreSpec:
-        """With what change makes of each, by the number of its layer and its kind."""
+        """Return a copy with `change(layer number, kind, slices)` instead of each Slices."""
         layers = tuple(
             (il, {(kind, tier): change(at, kind, each) for (kind, tier), each in slices.items()})
             for at, (il, slices) in enumerate(self.layers)
@@ -99,7 +102,7 @@ class StoreSpec:
         return replace(self, layers=layers)
 
 
-# Fields that C has by the same names.
+# Fields that have the same names in C.
 _SLICES = ("offset", "expert_bytes", "file", "type", "group", "interleaved_rows", "compute_us")
 _NUMBERS = (
     *("budget_bytes", "host_bytes", "n_tiers", "n_expert", "n_expert_used", "max_tokens"),
@@ -108,7 +111,7 @@ _NUMBERS = (
 
 
 def c_config(spec: StoreSpec) -> tuple[CConfig, list[Any]]:
-    """The C configuration and what must live as long as it is read."""
+    """Return the C configuration, and the objects that must stay alive while C reads it."""
     files = (ctypes.c_char_p * len(spec.files))(*(bytes(path) for path in spec.files))
     layers = (CLayer * len(spec.layers))()
     checksums = []

@@ -1,4 +1,4 @@
-"""The native store, seen from Python: one Store owns its memory views and callbacks."""
+"""The native expert store: Python's handle, with views of its memory and its callbacks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from orchestrator.native.spec import Misses, StoreSpec, c_config
 
 
 def ints(struct: ctypes.Structure) -> memoryview:
-    """The struct's memory as 32-bit integers."""
+    """Return a view of the struct's memory as 32-bit integers."""
     integers = (ctypes.c_int32 * (ctypes.sizeof(struct) // 4)).from_buffer(struct)
     return memoryview(integers).cast("B").cast("i")
 
 
 def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a view of native memory as an array. Raises NativeError for a null address."""
     count = int(np.prod(shape))
     if count == 0:
         return np.zeros(shape, np.dtype(ctype))
@@ -54,9 +55,11 @@ def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndar
 
 
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
-    """The store's own arrays behind a route event, writable: ids, weights [max_tokens, k],
-    tokens [max_tokens], ahead_ids, ahead [n_ahead, max_tokens, k], importance, phases and
-    sequences [max_tokens]."""
+    """Return writable views of a route event's arrays.
+
+    ids, weights [max_tokens, k]; tokens [max_tokens]; ahead_ids, ahead [n_ahead, max_tokens, k];
+    importance, phases, sequences [max_tokens].
+    """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
     return (
@@ -90,10 +93,10 @@ RoomCallback = Callable[[CRoom], None]
 
 
 class Store(Closing):
-    """One native store. Make it with Store.create; free it with close or `with`.
+    """One native store. Make it with `Store.create`; free it with `close` or `with`.
 
-    event, view and decision are this store's buffers, alive as long as the store;
-    their contents are valid while a route callback runs.
+    event, view and decision are buffers that live as long as the store. Their contents are valid
+    while a route callback runs.
     """
 
     def __init__(self, library: Library, handle: int, spec: StoreSpec) -> None:
@@ -127,8 +130,11 @@ class Store(Closing):
 
     @classmethod
     def create(cls, library: Library, spec: StoreSpec) -> Store:
-        """Allocates pools and starts I/O threads. The next model that loads with managed tensors
-        takes the store. Raises NativeError with the store's reason."""
+        """Allocate the slots and start the I/O threads.
+
+        The next model that loads with managed tensors uses this store. Raises NativeError with the
+        store's reason.
+        """
         config, keep_alive = c_config(spec)
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         if spec.device is not None:
@@ -138,7 +144,7 @@ class Store(Closing):
         handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
         del keep_alive
         if not handle:
-            raise NativeError(_text(message.value) or "the native store could not be created")
+            raise NativeError(_text(message.value) or "cannot create the expert store")
         return cls(library, handle, spec)
 
     @property
@@ -149,7 +155,7 @@ class Store(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether the native store is gone."""
+        """Whether the native store has been freed."""
         return self._handle is None
 
     def set_route(
@@ -158,22 +164,27 @@ class Store(Closing):
         default_tier: int = 0,
         phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """Calls route for every MoE layer of the steps in these phases. The other steps, and all
-        of them where it is None, ask for default_tier without Python."""
+        """Set the function that is called for every MoE layer of steps in the given phases.
+
+        Other steps use default_tier without calling Python. With route None, all steps do.
+        """
         self._route = route
         self._trampoline = ROUTE_CB(self._on_route) if route is not None else None
         mask = sum(1 << phase for phase in set(phases))
         self.library.set_callback(self.handle, self._trampoline, None, default_tier, mask)
 
     def set_step_done(self, done: StepCallback | None) -> None:
-        """Calls done at the end of every step of a model that was computed without an error."""
+        """Set a function that is called after every successful step of a model."""
         self._step_done = done
         self._step_trampoline = STEP_CB(self._on_step) if done is not None else None
         self.library.set_step_callback(self.handle, self._step_trampoline, None)
 
     def set_room(self, room: RoomCallback) -> None:
-        """Calls room before a batch is computed on the CPU, and before a state is brought back,
-        where it takes memory that was not given: slots may give way in it (limit)."""
+        """Set a function that is called before memory grows.
+
+        It runs before a batch is computed on the CPU, and before a saved state is restored, if that
+        needs memory that was not reserved. It may shrink the expert cache with `limit`.
+        """
         self._room, self._room_trampoline = room, ROOM_CB(self._on_room)
         address = ctypes.cast(self._room_trampoline, ctypes.c_void_p)
         self.library.set_room_callback(self.handle, address, None)
@@ -181,16 +192,16 @@ class Store(Closing):
     def set_phase(self, phase: Phase | None) -> None:
         """Set the phase of all tokens from the next step on; None infers it from the batch.
 
-        The server core replaces this before each of its steps. Clears an exception that a callback
-        raised in an earlier step and that was not reported.
+        The server core sets it again before each of its own steps. This also clears an exception
+        of a callback that was not raised yet.
         """
         self._error = None
         self.library.set_phase(self.handle, _BY_THE_BATCH if phase is None else phase)
 
     def sequence_end(self, sequence: int | None = None) -> None:
-        """Report with the next step that a sequence was dropped; None: every sequence.
+        """Report with the next step that a sequence was dropped; None for all sequences.
 
-        The report leaves out sequences that no reported step had tokens of.
+        Sequences that had no tokens in a reported step are left out.
         """
         self.library.sequence_end(self.handle, _EVERY_SEQUENCE if sequence is None else sequence)
 
@@ -217,7 +228,7 @@ class Store(Closing):
             if route is not None:
                 route(event)
             return int(interrupts.asked())
-        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
+        except BaseException as error:  # noqa: BLE001 - exceptions cannot pass through C
             self._error = error
             return 1
         finally:
@@ -241,7 +252,7 @@ class Store(Closing):
                     )
                 )
             return int(interrupts.asked())
-        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
+        except BaseException as error:  # noqa: BLE001 - exceptions cannot pass through C
             self._error = error
             return 1
 
@@ -251,23 +262,25 @@ class Store(Closing):
             if self._room is not None:
                 self._room(pointer.contents)
             return int(interrupts.asked())
-        except BaseException as error:  # noqa: BLE001 - nothing may unwind through C
+        except BaseException as error:  # noqa: BLE001 - exceptions cannot pass through C
             self._error = error
             return 1
 
     def apply(self, decision: DecisionBuffer) -> None:
-        """Hands the decision over; native acts on it when the route callback returns."""
+        """Pass a decision to the store, which uses it when the route callback returns."""
         self._decision_header[6] = decision.n_prefetch
         self._decision_header[7] = decision.renormalize
 
     def begin_step(self, phase: Phase) -> None:
-        """A step of a store without a model begins; with one, the context does it."""
+        """Begin a step of a store without a model. With a model, llama.cpp does this."""
         self._error = None
         self.library.begin_step(self.handle, phase)
 
     def check_step(self) -> None:
-        """After a step that failed: raises what a callback raised, or NativeError with the store's
-        own reason. Nothing where the last step did not fail."""
+        """Raise the error of a failed step: a callback's exception, or NativeError from the store.
+
+        Does nothing if the last step succeeded.
+        """
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -276,66 +289,79 @@ class Store(Closing):
             raise NativeError(_text(reason))
 
     def cancel(self, on: bool) -> None:
-        """Makes the running step stop early; stays set until called with False."""
+        """Cancel the running step and later ones, until this is called with False."""
         if self._handle is not None:
             self.library.cancel(self._handle, int(on))
 
     def stats(self) -> CStats:
-        """The counters since creation or reset_stats; a copy."""
+        """Return a copy of the counters since creation or the last reset_stats."""
         stats = CStats()
         self.library.get_stats(self.handle, ctypes.byref(stats))
         return stats
 
     def resident(self) -> np.ndarray:
-        """uint8 [n_layers, n_expert], a copy: the best tier of which every matrix is in memory,
-        or ABSENT. At any time; a route callback has the view."""
+        """Return the residency of experts, uint8 [n_layers, n_expert], a copy.
+
+        Each value is the best tier of which all matrices are in memory, or ABSENT. This may be
+        called at any time; route callbacks should use the view instead.
+        """
         return self._of_each(self.library.get_resident, ctypes.c_uint8)
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
-        """(resident, target), uint8 [n_layers, n_expert], copies: the tier that each expert is in,
-        or ABSENT, and the tier that a transition brings, the same one where none is under way."""
+        """Return (resident, target), uint8 [n_layers, n_expert], copies.
+
+        resident: current tier of each expert, or ABSENT. target: the tier that a running transition
+        loads; the current tier if there is none.
+        """
         (resident, of_resident), (target, of_target) = self._array(_BYTE), self._array(_BYTE)
         self.library.get_states(self.handle, of_resident, of_target)
         return resident, target
 
     def landed(self) -> np.ndarray:
-        """bool [n_layers, n_expert]: whether a transition is complete, so that the next step
-        boundary publishes it. For tests."""
+        """Return which transitions have finished reading, bool [n_layers, n_expert].
+
+        The next step boundary publishes them. For tests.
+        """
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
     def take_counts(self) -> np.ndarray:
-        """uint32 [n_layers, n_expert]: tokens routed to each expert since the last call."""
+        """Return the tokens routed to each expert since the last call, uint32 [n_layers, "
+        "n_expert]."""
         counts = self.forget_counts()
         self._taken += counts
         return counts
 
     def forget_counts(self) -> np.ndarray:
-        """As take_counts, and what it returns is counted nowhere."""
+        """Like take_counts, but leave these tokens out of taken_counts."""
         return self._of_each(self.library.take_counts, ctypes.c_uint32)
 
     def taken_counts(self) -> np.ndarray:
-        """uint32 [n_layers, n_expert], a copy: all that take_counts ever returned. From any
-        thread."""
+        """Return the sum of all results of take_counts, uint32 [n_layers, n_expert], a copy.
+        Thread-safe."""
         taken: np.ndarray = self._taken.copy()
         return taken
 
     def _of_each(self, function: Any, ctype: Any) -> np.ndarray:
-        """What a C function writes about each expert: [n_layers, n_expert]."""
+        """Return the array that a C function fills for each expert, [n_layers, n_expert]."""
         array, out = self._array(ctype)
         function(self.handle, out)
         return array
 
     def _array(self, ctype: Any) -> tuple[np.ndarray, Any]:
-        """[n_layers, n_expert] for a C function to fill, and the same memory as C takes it: a
-        ctypes array costs a step a tenth of a pointer to an array's data."""
+        """Return an array [n_layers, n_expert] and the same memory as a ctypes array for C.
+
+        Passing the ctypes array takes a tenth of the time of a pointer to a NumPy array.
+        """
         n_layers, n_expert = len(self.spec.layers), self.spec.n_expert
         out: Any = (ctype * (n_layers * n_expert))()
         array: np.ndarray = np.frombuffer(out, _DTYPES[ctype])
         return array.reshape(n_layers, n_expert), out
 
     def transition(self, wanted: Sequence[tuple[int, int, int]]) -> int:
-        """Starts to bring (layer, expert, tier) in the background; returns how many were
-        admitted. What is admitted becomes visible at a later step boundary."""
+        """Start background transitions of (layer, expert, tier). Returns how many were admitted.
+
+        An admitted transition takes effect at a later step boundary.
+        """
         items = _items(wanted)
         admitted = self.library.transition(self.handle, items, len(wanted))
         if admitted < 0:
@@ -343,21 +369,24 @@ class Store(Closing):
         return int(admitted)
 
     def set_transition_rate(self, bytes_per_s: int) -> None:
-        """How fast transitions may read; 0 for no limit."""
+        """Limit the read rate of transitions; 0 for no limit."""
         self.library.set_transition_rate(self.handle, bytes_per_s)
 
     def misses(self) -> str:
-        """How misses are served: the configured way, or "copy" if that is not possible."""
+        """Return how misses are served: the configured mode, or "copy" if that is not possible."""
         return str(Misses.MODES[self.stats().misses])
 
     def limit(self, n_bytes: int) -> int:
-        """How many bytes slots may take from now on, at most what they were planned with. Experts
-        that are next to be evicted go, and memory goes back to the system in pieces of 2 MiB.
-        Returns the bytes of slots that are still to come: a read or a transition holds them, or,
-        in a store without a model, a step. Between steps, from any thread, and from the step
-        callback. Raises
-        NativeError, and nothing has changed, within a step or a warm start, below one slot of each
-        group, and where slots are on a device."""
+        """Limit the memory of the expert cache, up to its planned size. Returns the bytes to free.
+
+        Experts that are next in the eviction order are evicted, and memory returns to the system in
+        pieces of 2 MiB. The result counts slots above the limit that are still held by a read, a
+        transition, or, in a store without a model, a step.
+
+        Call this between steps, on any thread, or in the step callback. Raises NativeError, without
+        any change, during a step or a warm start, for a limit below one slot per group, and for
+        slots on a device.
+        """
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         to_come = self.library.store_limit(self.handle, n_bytes, message, _ERROR_BYTES)
         if to_come < 0:
@@ -366,26 +395,32 @@ class Store(Closing):
 
     @property
     def loading(self) -> int:
-        """How many matrices are being loaded, transitions included. From any thread."""
+        """Number of matrices that are being read, including transitions. Thread-safe."""
         return int(self.library.store_loading(self.handle))
 
     @property
     def tokens_done(self) -> float:
-        """How many tokens of the running batch are computed, or of the last one between two. Each
-        MoE layer of the running micro-batch adds its share. From any thread."""
+        """Number of computed tokens of the running batch, or of the last one between batches.
+
+        Each MoE layer of the running micro-batch adds its share. Thread-safe.
+        """
         return 0.0 if self._handle is None else float(self.library.tokens_done(self._handle))
 
     def reset_stats(self) -> None:
+        """Set all counters to zero."""
         self.library.reset_stats(self.handle)
 
     @property
     def calls(self) -> int:
-        """Route callbacks so far."""
+        """Number of route callbacks so far."""
         return self._calls
 
     def callback_us(self, since: int = 0) -> float | None:
-        """The median of the Python time of the route callbacks after number `since` (the latest
-        4096 of them at most), in microseconds; None without any."""
+        """Return the median time of route callbacks in Python, in microseconds.
+
+        since: number of the first callbacks to skip. At most the latest 4096 are used. Returns None
+        if there are none.
+        """
         n = self._calls - since
         return percentile([*self._ring][-n:], 50) / 1000.0 if n > 0 else None
 
@@ -394,7 +429,7 @@ class Store(Closing):
         wanted: Sequence[tuple[int, int, int]],
         progress: Callable[[float], None] | None = None,
     ) -> int:
-        """Loads (layer, expert, tier) triples into free slots; returns how many went in."""
+        """Load (layer, expert, tier) triples into free slots. Returns how many were loaded."""
         items = _items(wanted)
         stopped = False
 
@@ -404,7 +439,7 @@ class Store(Closing):
             try:
                 if progress is not None and not stopped:
                     progress(done / max(1, total))
-            except BaseException as error:  # noqa: BLE001 - raised below, once C has returned
+            except BaseException as error:  # noqa: BLE001 - raised again after C has returned
                 interrupts.hand_over(error)
                 stopped = True
             if stopped or interrupts.asked():
@@ -421,13 +456,15 @@ class Store(Closing):
                 self.cancel(False)
         if loaded < 0:
             reason = self.library.error(self.handle)
-            raise NativeError(_text(reason) if reason else "the experts could not be loaded")
+            raise NativeError(_text(reason) if reason else "cannot load the experts")
         return int(loaded)
 
     def warm_host(self) -> None:
-        """Read every expert in every precision into the host memory behind a device, best precision
-        last, as far as that memory goes. Experts in the device's slots stay there. Call it between
-        two steps; it blocks until the reads are done."""
+        """Fill the host cache of a store on a device with experts, the best precision last.
+
+        Experts in the device's slots stay there. Call this between steps. It blocks until the reads
+        are finished.
+        """
         spec = self.spec
         for tier in reversed(range(spec.n_tiers)):
             for layer in range(len(spec.layers)):
@@ -439,27 +476,29 @@ class Store(Closing):
                     time.sleep(1e-3)
 
     def bring(self, layer: int, expert: int, tier: int) -> bool | None:
-        """Loads one expert into slots that are free, as far as there are; from any thread, between
-        steps. Returns whether anything was loaded, None where it cannot be: it could not be read,
-        or steps are cancelled."""
+        """Load one expert into free slots, if there are any. Call this between steps, on any
+        thread.
+
+        Returns whether anything was loaded, or None if reading failed or steps are cancelled.
+        """
         items = _items([(layer, expert, tier)])
         loaded = int(self.library.warm(self.handle, items, 1, PROGRESS_CB(), None))
         return None if loaded < 0 else loaded > 0
 
     @property
     def full(self) -> bool:
-        """Whether every slot that may be used is in use."""
+        """Whether all usable slots are occupied."""
         stats = self.stats()
         return bool(stats.slot_bytes_in_use >= stats.slot_bytes)
 
     def check(self) -> None:
-        """Raises NativeError where an invariant of the store does not hold. For tests."""
+        """Raise NativeError if an invariant of the store is violated. For tests."""
         message = ctypes.create_string_buffer(_ERROR_BYTES)
         if self.library.check(self.handle, message, _ERROR_BYTES) != 0:
             raise NativeError(_text(message.value))
 
     def close(self) -> None:
-        """Frees the native store; the llama_context that used it must be gone before."""
+        """Free the native store, after its llama_context is closed."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._route = self._step_done = self._room = None
@@ -467,12 +506,12 @@ class Store(Closing):
 
 
 def _items(wanted: Sequence[tuple[int, int, int]]) -> ctypes.Array[CPrefetch]:
-    """(layer, expert, tier) triples for C; one item where there are none."""
+    """Return (layer, expert, tier) triples as a C array, which has at least one element."""
     return (CPrefetch * max(1, len(wanted)))(*(CPrefetch(*each) for each in wanted))
 
 
 def _names(pointer: Any, n: int) -> tuple[int, ...]:
-    """n sequence names; C may have a null pointer where there are none."""
+    """Return n sequence numbers. C passes a null pointer if n is 0."""
     return tuple(pointer[:n]) if n else ()
 
 
