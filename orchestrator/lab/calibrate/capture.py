@@ -29,7 +29,7 @@ from gguf_tools.process import compute_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
-from orchestrator.lab.observe import CalibrationRoom, Node, expert_product, observe
+from orchestrator.lab.observe import CalibrationBudget, Node, expert_product, observe
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
@@ -71,8 +71,8 @@ class Rows:
                 self._values = np.memmap(file, np.float16, "r+", shape=(n_rows, width))
         except OSError as error:
             raise ConfigError(
-                f"{folder}: no room for activations: {error.strerror or error}: name another"
-                " folder by TMPDIR"
+                f"{folder}: no free space for activations: {error.strerror or error}: set TMPDIR"
+                " to another folder"
             ) from error
         self._exponents = np.zeros(n_rows, np.int16)
 
@@ -209,11 +209,11 @@ class Capture(Closing):
         self,
         path: Path,
         threads: int | None = None,
-        room: CalibrationRoom | None = None,
+        budget: CalibrationBudget | None = None,
     ) -> None:
         """Load a model for windows of at most WINDOW tokens.
 
-        With `room`, the process stays within a memory cap, and experts are read from the file on
+        With `budget`, the process stays within a memory cap, and experts are read from the file on
         demand. None means no cap. Raises GGUFError, NativeError or BudgetError.
         """
         with ExpertModel.open(path) as model:
@@ -231,7 +231,7 @@ class Capture(Closing):
         self._missing: set[int] = set()
         threads = compute_threads(threads)
         self._observer = observe(
-            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, room
+            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, budget
         )
 
     def tokenize(self, text: str) -> list[int]:

@@ -31,7 +31,7 @@ from orchestrator.lab.calibrate.capture import (
     read_calibration,
 )
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, kept_factors
-from orchestrator.lab.observe import CalibrationRoom, window_bytes
+from orchestrator.lab.observe import CalibrationBudget, window_bytes
 
 
 def gather(
@@ -190,9 +190,9 @@ def _reading(
         n = max(1, min(threads, method.ram // _SHARE // each_bytes))
     while True:
         own = own_bytes + n * each_bytes + _PROCESS_BYTES
-        room = None if method.ram is None else CalibrationRoom(method.ram, own)
+        budget = None if method.ram is None else CalibrationBudget(method.ram, own)
         try:
-            opened = Capture(source, threads=method.threads, room=room)
+            opened = Capture(source, threads=method.threads, budget=budget)
             break
         except BudgetError:
             if n == 1:

@@ -19,7 +19,7 @@ from gguf_tools.process import private_bytes
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.observe import (
-    CalibrationRoom,
+    CalibrationBudget,
     Node,
     Observer,
     expert_product,
@@ -109,9 +109,9 @@ class TextReader(Closing):
                 more["sequences"] = max(map(len, self.steps))
                 own = window_of(size) + 8 * n_vocab * outputs
                 own += max(0, private_bytes() - _OWN_BYTES)
-                room = None if ram is None else CalibrationRoom(ram, own)
+                budget = None if ram is None else CalibrationBudget(ram, own)
                 try:
-                    loaded, self._driver = load_within(stack, path, size, threads, room, **more)
+                    loaded, self._driver = load_within(stack, path, size, threads, budget, **more)
                     break
                 except BudgetError:
                     if self.scored is not scored:

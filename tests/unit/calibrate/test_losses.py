@@ -328,7 +328,9 @@ def test_an_unknown_activation_is_refused(files, text, ggml, monkeypatch):
         rows = [seen.inputs(kind, expert, stop=64) for kind in (UP, DOWN)]
         assert LayerExperts(full, 1, expert, *rows, ggml).activation == "silu"
         monkeypatch.delitem(measuring._GATED, "silu")
-        with pytest.raises(ConfigError, match="layer 1: the activation function of the experts is unknown"):
+        with pytest.raises(
+            ConfigError, match="layer 1: the activation function of the experts is unknown"
+        ):
             LayerExperts(full, 1, expert, *rows, ggml)
 
 

@@ -220,7 +220,10 @@ WRONG = [
     (changed("marks", (0, 1), 3), "marks, column 1, has a value"),
     (lambda a: a.update(marks=np.array([[2, 0, 0], [1, 0, 0]], np.int32)), "marks: not sorted"),
     (lambda a: a.update(restored=np.array([[-1, 0, 0]], np.int32)), "restored, column 0, has"),
-    (lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)), "restored: its sizes do not add up"),
+    (
+        lambda a: a.update(restored=np.array([[0, 0, 9]], np.int32)),
+        "restored: its sizes do not add up",
+    ),
     (lambda a: a.update(restored=np.array([[0, 0, -1]], np.int32)), "restored, column 2, has"),
     (lambda a: a.update(restored_use=np.zeros(9, np.uint8)), "restored: its sizes do not add up"),
     (changed("costs", (0, 0, 0), -1.0), "costs has a value that is not 0 to"),
