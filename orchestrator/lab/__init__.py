@@ -1,5 +1,5 @@
-"""What measures: benchmarks and studies, as experiments behind one form.
+"""Benchmarks, quality evaluation, checks and studies.
 
-What runs imports nothing of this room. The command line finds an experiment by its name, in
-`orchestrator.lab.registry`, and loads it when it is asked for.
+The runtime, the server and the command line import nothing from this package at start. The command
+line looks up an experiment by name in `orchestrator.lab.registry`, which imports its module then.
 """

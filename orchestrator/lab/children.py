@@ -1,6 +1,8 @@
-"""Processes of our own that are told what to do as JSON on stdin and answer with a JSON line on
-stdout: what one of them measures of its memory and speed is its own. And what they are given by the
-operating system: a memory limit, and a cold page cache."""
+"""Runs jobs in child processes, with a memory limit and a cold page cache if needed.
+
+A child receives its job as JSON on stdin, and answers with a line of JSON on stdout. It can thus
+measure its own memory and speed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ def run_child(
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
-    """What `python -m module` answers that is told a record, or {"error": a sentence}. seconds: the
-    longest time that it may take; enter: what the process calls before Python starts."""
+    """Run `python -m module` with a job. Returns its answer or {"error": a sentence}.
+
+    `seconds` is the time limit. `enter` is called in the child before Python starts.
+    """
     try:
         with child(
             [sys.executable, "-m", module],
@@ -40,12 +44,12 @@ def run_child(
         ) as process:
             out, err = process.communicate(json.dumps(asdict(told)), timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"error": f"still not done after {seconds:.0f} s"}
+        return {"error": f"the process exceeded its time limit of {seconds:.0f} s"}
     status = process.returncode
     if status == -signal.SIGKILL:
-        return {"error": "the process was killed, as the kernel does where memory is short"}
+        return {"error": "the process was killed (SIGKILL), probably because memory ran out"}
     if status < 0:
-        return {"error": f"the process died of {signal.Signals(-status).name}"}
+        return {"error": f"the process was ended by {signal.Signals(-status).name}"}
     if status or not out.strip():
         last = err.strip().splitlines()[-1:] or [f"status {status}"]
         return {"error": f"the process failed: {last[0]}"}
@@ -54,8 +58,10 @@ def run_child(
 
 
 def answer(run: Callable[[Any], Result]) -> None:
-    """What such a process does: gives run what it was told, and writes what that returns, or
-    {"error": a sentence}."""
+    """Perform the job given on stdin in a child process, and print the result as JSON.
+
+    If `run` raises MoeEdgeError, the result is {"error": a sentence}.
+    """
     try:
         result = run(json.load(sys.stdin))
     except MoeEdgeError as error:
@@ -71,13 +77,14 @@ GROUP_NAME = "moe-edge-bench"
 
 
 def _limited(folder: Path, limit_bytes: int) -> None:
-    """Makes a memory cgroup (version 1 or 2) with this limit. Raises OSError where that is not
-    allowed."""
+    """Create a memory cgroup (version 1 or 2) with this limit. Raises OSError if that is not
+    permitted.
+    """
     folder.mkdir()
     try:
         old = (folder / "memory.limit_in_bytes").exists()
         (folder / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(limit_bytes))
-        # Without this, swap would take what the limit refuses.
+        # Without this, the process would swap instead of hitting the limit.
         with contextlib.suppress(OSError):
             if old:
                 (folder / "memory.memsw.limit_in_bytes").write_text(str(limit_bytes))
@@ -89,7 +96,7 @@ def _limited(folder: Path, limit_bytes: int) -> None:
 
 
 def memory_folders() -> list[Path]:
-    """Cgroup folders below which a memory group may be made, likeliest first."""
+    """Return the cgroup folders in which a memory cgroup may be created, the likeliest first."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -103,9 +110,11 @@ def memory_folders() -> list[Path]:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | str]:
-    """A memory cgroup with this limit: the file that takes the id of a process that enters it. It
-    is removed on leaving, when its processes must have ended. A text is the reason why there is
-    none."""
+    """Create a memory cgroup with this limit, and yield the file to which a process id is written.
+
+    The group is removed at the end, when its processes must have ended. If it cannot be created,
+    the reason is yielded as a string.
+    """
     reason = "no memory cgroup is mounted here"
     try:
         folders = memory_folders()
@@ -113,13 +122,13 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
         folders, reason = [], str(error)
     for parent in folders:
         for left_over in parent.glob(f"{GROUP_NAME}-*"):
-            with contextlib.suppress(OSError):  # not one that is in use
+            with contextlib.suppress(OSError):  # a group in use cannot be removed
                 left_over.rmdir()
         folder = parent / f"{GROUP_NAME}-{os.getpid()}"
         try:
             _limited(folder, limit_bytes)
         except OSError as error:
-            reason = f"a memory cgroup could not be made ({error.strerror}: {error.filename})"
+            reason = f"a memory cgroup cannot be created ({error.strerror}: {error.filename})"
             continue
         try:
             yield folder / "cgroup.procs"
@@ -131,7 +140,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 
 
 def forget_files(paths: Iterable[Path]) -> str:
-    """Takes files out of the page cache. Returns "" or what could not be done."""
+    """Evict files from the page cache. Returns "" or a sentence about what failed."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -139,5 +148,5 @@ def forget_files(paths: Iterable[Path]) -> str:
     try:
         DROP_CACHES.write_text("3\n")
     except OSError as error:
-        return f"only the model's own pages were dropped, not all of the cache ({error.strerror})"
+        return f"only the model's pages were evicted, not the whole page cache ({error.strerror})"
     return ""

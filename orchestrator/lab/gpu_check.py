@@ -1,11 +1,12 @@
-"""`moe-edge gpu-check`: what needs a GPU, each step a process of its own, with one report. In a
-checkout these are its tests, too.
+"""`moe-edge gpu-check`: runs all checks and benchmarks that need a GPU, and writes one report.
 
-Steps run in an order in which what fails explains what fails behind it. The folder beside the
-report has a file for each, with what it says while it runs, and one with what came of all. So a
-hang, a crash or the end of the machine loses nothing, and the next call goes on with what is left.
-The report is written from that folder after each step. Nothing fails for the lack of a GPU, or uses
-a network.
+In a checkout, these include its GPU tests. Each step is a process of its own. The order of the
+steps is such that an early failure explains later ones.
+
+The folder next to the report has a log file for each step, and a file with all outcomes. A hang, a
+crash or a restart of the machine therefore loses nothing, and the next call continues with the
+remaining steps. The report is rewritten from that folder after each step. A missing GPU is not a
+failure, and no step uses a network.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from orchestrator.lab.bench.gpu import GpuOptions, ask_device
 from orchestrator.lab.bench.models import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests/native/cuda"  # of a checkout
-TAIL = 12_000  # characters of a step's output in the report
-TRIES = 2  # a step that was cut off so often is left aside: it may be what ends the machine
+TESTS = ROOT / "tests/native/cuda"  # exists only in a checkout
+TAIL = 12_000  # maximum number of characters of a step's output in the report
+TRIES = 2  # a step that was cut off this often is skipped, because it may crash the machine
 COLLECT_SECONDS = 300.0
-# The emulated GPU computes on the CPU. Its limit is for what hangs, as a GPU's is.
+# The emulated GPU computes on the CPU, so the time limits are multiplied by this.
 EMULATED_TIMES = 10
-# Each part with the longest time of one of its steps, and the tests that it has: a part takes what
-# no part before it took.
+# Each part with the time limit of its steps in seconds, and a pattern of its tests. A test belongs
+# to the first part that matches.
 PARTS: dict[str, tuple[float, str]] = {
     "device": (300, r"test_device\.py"),
     "kernels": (600, r"test_upstreams"),
@@ -48,11 +49,11 @@ PARTS: dict[str, tuple[float, str]] = {
     "bench": (900, r"test_bench\.py"),
 }
 
-# (what it shows, arguments of `moe-edge`). Models have random weights and experts of the true
-# shapes. The small ones come first; each keeps its cases as they are measured, so that one that
-# was cut off goes on with the next case.
+# (part, title, arguments of `moe-edge`), small models first. Models have random weights and experts
+# of the original shapes. Finished cases are saved, so that an interrupted benchmark continues with
+# the next case.
 COMMANDS: tuple[tuple[str, str, str], ...] = (
-    ("device", "what the machine has", f"plan {shlex.quote(str(DEMO_MODEL))}"),
+    ("device", "the machine", f"plan {shlex.quote(str(DEMO_MODEL))}"),
     ("bench", "a tiny model", "bench gpu --quick --runs 1"),
     ("bench", "Qwen3-30B-A3B, skewed", "bench gpu --shape qwen3-30b --runs 1"),
     ("bench", "Qwen3-30B-A3B, uniform", "bench gpu --shape qwen3-30b --runs 1 --routing uniform"),
@@ -64,7 +65,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """One process."""
+    """A step, which is one process."""
 
     part: str
     name: str
@@ -73,15 +74,17 @@ class Step:
 
     @property
     def slug(self) -> str:
-        """The name of its files."""
+        """The name of the step's files."""
         words = re.sub(r"\W+", "-", self.name.rsplit("/", 1)[-1]).strip("-")
         return f"{list(PARTS).index(self.part)}-{self.part}-{words[:80]}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step; cut off: it was begun, and did not end. sources: a hash of what was
-    tested; tries: how often it was begun with these."""
+    """The outcome of a step. "cut off" means that it began and did not end.
+
+    `sources` is a hash of the tested sources. `tries` is the number of attempts with these sources.
+    """
 
     part: str
     name: str
@@ -94,7 +97,7 @@ class Outcome:
 
 
 class Folder:
-    """What is known of the steps so far, in a folder beside the report."""
+    """The outcomes so far, in a folder next to the report."""
 
     def __init__(self, report: Path) -> None:
         self.report = report.resolve()
@@ -105,17 +108,22 @@ class Folder:
         self.known = {slug: Outcome(**each) for slug, each in known.items()}
 
     def log(self, step: Step) -> Path:
-        """What a step says while it runs. Of one that was cut off it is all that there is."""
+        """Return the file with a step's output. If the step is cut off, this is all that
+        remains.
+        """
         return self.path / f"{step.slug}.log"
 
     def keep(self, step: Step, found: Outcome) -> None:
-        """Writes what is known of a step now."""
+        """Save the current outcome of a step."""
         self.known[step.slug] = found
         kept = {slug: asdict(each) for slug, each in self.known.items()}
         write_whole(self._file, json.dumps(kept))
 
     def outcomes(self) -> list[Outcome]:
-        """All that was begun, in the order of the parts; with what was said by what was cut off."""
+        """Return the outcomes of all steps that began, in the order of the parts.
+
+        The output of a step that was cut off is read from its log.
+        """
         found = []
         for slug, each in self.known.items():
             log = self.path / f"{slug}.log"
@@ -125,9 +133,9 @@ class Folder:
         return sorted(found, key=lambda each: list(PARTS).index(each.part))
 
     def write(self, machine: str) -> None:
-        """The report."""
+        """Write the report."""
         write_whole(self.report, render(self.outcomes(), machine))
-        os.sync()  # a machine that hangs is switched off
+        os.sync()  # a machine that hangs will be switched off
 
 
 def run(
@@ -137,17 +145,25 @@ def run(
     emulated: bool,
     say: Callable[[str], None],
 ) -> bool:
-    """Runs what is left of a part, or of all, and writes the report after each step; returns
-    whether no step failed. say gets a line for each. only picks the steps whose part, name or
-    command holds it, and runs them again. emulated: the tests of the emulated GPU, to show the
-    procedure. Raises ConfigError, OSError."""
+    """Run the remaining steps of a part, or of all parts, and update the report after each one.
+
+    Returns whether no step failed. `say` is called with a line per step. `only` selects the steps
+    whose part, name or command contains it, and repeats them. With `emulated`, the tests of the
+    emulated GPU run instead, to demonstrate the procedure. Raises ConfigError, OSError.
+    """
     if part not in (None, *PARTS):
-        raise ConfigError(f"unknown part '{part}': known are {', '.join(PARTS)}")
+        raise ConfigError(f"unknown part '{part}': choose one of {', '.join(PARTS)}")
     if emulated and not TESTS.is_dir():
-        raise ConfigError("--emulated is for a checkout: the emulated GPU is part of its tests")
+        raise ConfigError(
+            "--emulated needs a source checkout, whose tests contain the emulated GPU"
+        )
     found, why = find_gpu()
     machine = "the emulated GPU" if emulated else why
-    say(f"GPU: {machine}" if found or emulated else f"no GPU: {why}; what needs one is skipped")
+    say(
+        f"GPU: {machine}"
+        if found or emulated
+        else f"no GPU: {why}; steps that need one are skipped"
+    )
     folder = Folder(report)
     _end_left_over(folder)
     failed = False
@@ -165,7 +181,7 @@ def run(
         failed = failed or outcome.outcome == "failed"
         say(f"{outcome.outcome:8} {outcome.seconds:7.1f} s  {step.name}  {outcome.reason}".rstrip())
         if outcome.outcome == "failed" and found and not find_gpu()[0]:
-            say(f"the GPU is gone behind {step.name}: start the machine again, then gpu-check")
+            say(f"the GPU is gone after {step.name}: restart the machine, then run gpu-check again")
             break
     folder.write(machine)
     say(f"report: {report}")
@@ -173,7 +189,7 @@ def run(
 
 
 def find_gpu() -> tuple[bool, str]:
-    """(whether a process of this build can use a GPU, its name or why not)."""
+    """Return whether this build can use a GPU here, and its name or the reason why not."""
     try:
         found = ask_device(GpuOptions.device)
     except ConfigError as error:
@@ -182,7 +198,7 @@ def find_gpu() -> tuple[bool, str]:
 
 
 def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
-    """In their order."""
+    """Yield the steps in order."""
     tests = find_tests(emulated) if TESTS.is_dir() else []
     for each in [part] if part else PARTS:
         yield from (step for step in tests if step.part == each)
@@ -195,8 +211,10 @@ def _steps(part: str | None, folder: Folder, emulated: bool) -> Iterator[Step]:
 
 
 def find_tests(emulated: bool) -> list[Step]:
-    """Each test for a GPU as a step. Where none could be found in time, one step that fails says
-    why."""
+    """Return a step for each GPU test.
+
+    If no tests can be listed in time, the result is one step that fails with the reason.
+    """
     marks = ("-k", "emulated") if emulated else ("-m", "gpu")
     pytest = (sys.executable, "-m", "pytest")
     where = str(TESTS.relative_to(ROOT))
@@ -213,7 +231,7 @@ def find_tests(emulated: bool) -> list[Step]:
     names = re.findall(r"^(tests/\S+::\S.*)$", found, re.MULTILINE)
     if not names:
         return [Step("device", "tests for a GPU are found", collect, limit_s)]
-    # -s: what it says is there when it is cut off; -r: why it failed, or was skipped.
+    # -s: the output is complete if the step is cut off. -r: reasons of failures and skipped tests.
     command = (*pytest, "-q", "-s", "-rfEs")
     parts = map(part_of, names)
     return [
@@ -223,13 +241,13 @@ def find_tests(emulated: bool) -> list[Step]:
 
 
 def part_of(test: str) -> str:
-    """The part that a test belongs to; "engine" for one that no part names."""
+    """Return the part that a test belongs to; "engine" if no pattern matches."""
     return next((part for part, (_, tests) in PARTS.items() if re.search(tests, test)), "engine")
 
 
 @functools.cache
 def sources() -> str:
-    """A hash of what the steps test."""
+    """Return a hash of the tested sources."""
     digest = hashlib.sha256()
     for name in ("patches", "tests/native", "orchestrator", "gguf_tools"):
         for path in sorted((ROOT / name).rglob("*")):
@@ -239,8 +257,11 @@ def sources() -> str:
 
 
 def _is_left(known: Outcome) -> bool:
-    """Whether it has to run again: what passed does not, nor what failed, or was cut off too often,
-    until the sources change."""
+    """Return whether a step has to run again.
+
+    A step that passed does not. One that failed, or was cut off too often, runs again only after
+    the sources changed.
+    """
     if known.outcome == "cut off" and known.tries < TRIES:
         return True
     return known.outcome == "skipped" or (known.outcome != "passed" and known.sources != sources())
@@ -278,7 +299,9 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
 
 
 def _run_limited(step: Step, folder: Folder) -> int | None:
-    """Its exit status, None where its time was up. All that it started ends with it."""
+    """Run a step and end all its processes. Returns the exit status, or None after the time
+    limit.
+    """
     quiet = {"PYTHONUNBUFFERED": "1", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     with folder.log(step).open("wb") as log:
         process = subprocess.Popen(
@@ -304,7 +327,7 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in the kernel's own ticks; "" where there is none."""
+    """Return the start time of a process in kernel ticks; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
@@ -312,7 +335,7 @@ def _started(pid: int) -> str:
 
 
 def _end_left_over(folder: Folder) -> None:
-    """Ends the step of a call that was killed: two at once would share the GPU."""
+    """End the step of an earlier call that was killed, because two steps would share the GPU."""
     running = folder.path / "running"
     if running.exists():
         pid, _, started = running.read_text().partition(" ")
@@ -323,7 +346,7 @@ def _end_left_over(folder: Folder) -> None:
 
 
 def render(outcomes: Sequence[Outcome], machine: str) -> str:
-    """The report: a table of all, then what each said."""
+    """Format the report: a table of all steps, then the output of each."""
     lines = [
         "# GPU report",
         "",
@@ -338,7 +361,7 @@ def render(outcomes: Sequence[Outcome], machine: str) -> str:
     for each in outcomes:
         output = re.sub(r"\x1b\[[0-9;]*m", "", each.output).strip()
         if output:
-            # A heading of the output must not look like one of ours.
+            # Indented, so that headings in the output do not become headings of the report.
             quoted = "\n".join(f"    {line}" for line in output[-TAIL:].splitlines())
             lines += ["", f"## {each.part}: {each.name}", "", quoted]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""The tensors of a model while it reads a text, through llama.cpp's evaluation callback.
+"""Observes a model's tensors while it reads a text, with llama.cpp's evaluation callback.
 
-Within a memory cap its experts come through the store, as in any run with ``--ram``, in the best
-precision and without a loss. What the reader itself keeps comes first.
+Under a memory cap, the experts come through the store, losslessly in the best precision. The memory
+of the observing code is subtracted from the cap first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _NUMBERS = {0: np.float32, 26: np.int32}
 
 
 class _Tensor(ctypes.Structure):
-    """struct ggml_tensor of ggml.h, up to its name. There are functions for the rest, but none
-    for the operands; Node compares what it can with them."""
+    """The beginning of struct ggml_tensor of ggml.h, up to its name.
+
+    ggml has functions for the other fields, but none for the operands. Node.check compares the
+    layout with those functions.
+    """
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -51,7 +54,7 @@ class _Tensor(ctypes.Structure):
 
 
 class Node:
-    """A tensor of the graph; valid during the callback that got it."""
+    """A tensor of the graph. Valid only during the callback that receives it."""
 
     def __init__(self, lib: Any, address: int) -> None:
         self._lib = lib
@@ -64,32 +67,30 @@ class Node:
 
     @property
     def op(self) -> str:
-        """The operation as ggml calls it, as MUL_MAT_ID."""
+        """The name of the operation in ggml, such as MUL_MAT_ID."""
         return str(self._lib.ggml_op_desc(self._address), "ascii", "replace")
 
     def source(self, index: int) -> Node:
-        """An operand. Raises NativeError where there is none."""
+        """Return an operand. Raises NativeError if it does not exist."""
         address = self._tensor.src[index]
         if not address:
             raise NativeError(f"{self.name}: the operation has no operand {index}")
         return Node(self._lib, address)
 
     def array(self) -> np.ndarray:
-        """A copy of the values, as view has them."""
+        """Return a copy of the values, in the shape of `view`."""
         values: np.ndarray = self.view().copy()
         return values
 
     def view(self) -> np.ndarray:
-        """The values where they lie, float32 or int32, slowest dimension first: [ne3, ne2, ne1,
-        ne0]. Writing there changes what is computed from them.
+        """Return the values without a copy, float32 or int32 [ne3, ne2, ne1, ne0].
 
-        Raises NativeError for other types."""
+        Writing to the array changes the computation. Raises NativeError for other types.
+        """
         tensor = self._tensor
         kind = _NUMBERS.get(tensor.type)
         if kind is None:
-            raise NativeError(
-                f"{self.name}: cannot be read: its numbers are neither float32 nor int32"
-            )
+            raise NativeError(f"{self.name}: cannot be read: its type is neither float32 nor int32")
         n_bytes = self._lib.ggml_nbytes(self._address)
         data = (ctypes.c_uint8 * n_bytes).from_address(tensor.data)
         shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
@@ -97,28 +98,32 @@ class Node:
         return values
 
     def check(self) -> None:
-        """Raises NativeError where ggml's own functions see another tensor."""
+        """Raise NativeError if ggml's functions return other values than the assumed layout."""
         lib, tensor, at = self._lib, self._tensor, self._address
         if (
             lib.ggml_get_name(at) != tensor.name
             or lib.ggml_get_data(at) != tensor.data
             or lib.ggml_n_dims(at) != max([1, *(i + 1 for i in range(4) if tensor.ne[i] > 1)])
         ):
-            raise NativeError("llama.cpp lays out its tensors in another way: run `make build`")
+            raise NativeError("the layout of llama.cpp's tensors has changed: run `make build`")
 
 
 def expert_product(node: Node, layer_of: Mapping[int, int]) -> tuple[int, int] | None:
-    """Of which layer's experts a node is the product, and by which of their matrices; None for
-    other nodes. layer_of: the numbers of layers by those in names of tensors."""
+    """Return (layer, matrix kind) if a node is a product of expert matrices, else None.
+
+    `layer_of` maps the layer numbers in tensor names to MoE layers.
+    """
     parsed = parse_expert_name(node.source(0).name) if node.op == "MUL_MAT_ID" else None
     layer = layer_of.get(parsed.il) if parsed else None
     return None if parsed is None or layer is None else (layer, parsed.kind)
 
 
 class Observer(Closing):
-    """A context of a model that shows tensors of each read. Free it with close.
+    """A model's context that passes selected tensors to a callback. Free it with close.
 
-    owned: what is closed after it, nothing unless who makes it says so."""
+    `owned` is an exit stack that is closed after the context. It is empty unless the caller fills
+    it.
+    """
 
     def __init__(
         self,
@@ -132,12 +137,15 @@ class Observer(Closing):
         sequences: int = 1,
         outputs: int | None = None,
     ) -> None:
-        """wanted says of each node of the graph, before it is computed, whether seen gets it
-        once it is; what either raises comes out of read. store: the model's experts come through
-        it. sequences: that may be read at once, each with as large a part of n_ctx tokens; outputs:
-        tokens with logits, None for all.
+        """Create the context.
 
-        Raises NativeError."""
+        `wanted` selects nodes before they are computed, and `seen` receives each selected node
+        afterwards. Their exceptions are raised by read. With `store`, the model's experts come
+        through it. `sequences` is the maximum number of sequences per batch, which divide n_ctx
+        evenly. `outputs` is the maximum number of tokens with logits; None means all.
+
+        Raises NativeError.
+        """
         bindings = Bindings.load()
         self._lib: Any = bindings.api._lib
         self._wanted, self._seen = wanted, seen
@@ -159,22 +167,25 @@ class Observer(Closing):
             n_ctx=n_ctx,
             n_ubatch=n_ctx,
             threads=threads,
-            # The last layer sees those tokens alone that want logits.
+            # The last layer computes only the tokens with logits.
             outputs=outputs or n_ctx,
             flash_attention=True,
             cb_eval=self._callback,
-            # Each has cells of its own, so that none looks at another's.
+            # Each sequence has its own KV cells, so that it does not attend to the others.
             n_seq_max=sequences,
         )
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Evaluates at most n_ctx tokens on their own, in one batch. Raises NativeError."""
+        """Evaluate at most n_ctx tokens as one sequence in one batch. Raises NativeError."""
         self.read_each([tokens])
 
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
-        """Evaluates windows of at most n_ctx tokens in all, each as a sequence of its own, in one
-        batch. scored: bool [n], which tokens get logits, None for all. Raises NativeError, with the
-        store's own reason where the step failed for one."""
+        """Evaluate windows with at most n_ctx tokens in total in one batch, each as its own
+        sequence.
+
+        `scored` bool [n] selects the tokens with logits; None means all. Raises NativeError, with
+        the store's reason if the store failed.
+        """
         n = sum(map(len, windows))
         if not 1 <= n <= self._context.n_ubatch:
             raise NativeError(f"{n} tokens do not fit a context of {self._context.n_ubatch}")
@@ -192,13 +203,15 @@ class Observer(Closing):
             raise NativeError(f"llama.cpp failed to evaluate {n} tokens")
 
     def logits(self, n: int) -> np.ndarray:
-        """float32 [n, n_vocab] of the n tokens of the last read that got logits: a view, valid
-        until the next one."""
+        """Return the logits of the last read, float32 [n, n_vocab].
+
+        The array is a view, valid until the next read. n is the number of tokens with logits.
+        """
         return self._context.logits(n)
 
     @interrupts.called_from_c
     def _on_tensor(self, address: int, ask: bool, _user: int | None) -> bool:
-        # After an error, True when asked and False when it is computed ends the evaluation.
+        # After an error, this ends the evaluation: True when asked, False when computed.
         if self._failed or interrupts.asked():
             return ask
         try:
@@ -210,23 +223,25 @@ class Observer(Closing):
                 return self._wanted(node)
             self._seen(node)
             return True
-        except BaseException as error:  # noqa: BLE001 - read raises it, once C has returned
+        except BaseException as error:  # noqa: BLE001 - read raises it after C has returned
             interrupts.hand_over(error)
             self._failed = True
             return ask
 
     def close(self) -> None:
-        """Frees the context, and what it owns; safe to call twice."""
+        """Free the context and everything in `owned`. Safe to call twice."""
         self._context.close()
         self.owned.close()
 
 
-# Copies of a window's activations that live at once: as they come, in half precision, scaled.
+# Copies of a window's activations in memory at a time: original, half precision, scaled.
 _COPIES = 4
 
 
-class CalibrationRoom(NamedTuple):
-    """A cap, and what of it is taken beside the model that reads, and for what. In bytes."""
+class CalibrationBudget(NamedTuple):
+    """A memory cap in bytes, with the part of it that is needed outside the model, and its
+    purpose.
+    """
 
     ram: int
     own: int
@@ -234,7 +249,7 @@ class CalibrationRoom(NamedTuple):
 
 
 def window_bytes(model: ExpertModel, n_ctx: int) -> int:
-    """What one layer's activations of a window take while they are handled."""
+    """Return the memory for one layer's activations of a window while they are processed."""
     embd = model.hparams.embedding_length
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     return _COPIES * 4 * n_ctx * (embd + model.n_expert_used * n_ff)
@@ -245,13 +260,13 @@ def load_within(
     path: Path,
     n_ctx: int,
     threads: int,
-    room: CalibrationRoom | None,
+    budget: CalibrationBudget | None,
     **more: Any,
 ) -> tuple[Model, Driver]:
-    """The model for windows of n_ctx tokens in all, without its context, and what its experts come
-    through; the stack closes both. room None: as much as there is; more: settings beside those.
+    """Load a model for windows of n_ctx tokens in total. Returns it with the driver of its store.
 
-    Raises BudgetError naming the smallest cap that works.
+    The model has no context. `stack` closes both. `budget` limits the memory; None means no cap.
+    `more` are further settings. Raises BudgetError with the smallest cap that suffices.
     """
     with ExitStack() as own:
         model = own.enter_context(ExpertModel.open(path))
@@ -261,23 +276,23 @@ def load_within(
             ctx=n_ctx,
             ubatch=n_ctx,
             threads=threads,
-            # A byte at least, so that the plan says what it needs.
-            ram=None if room is None else max(1, room.ram - room.own),
+            # At least 1, so that planning reports the needed memory.
+            ram=None if budget is None else max(1, budget.ram - budget.own),
             **settings | more,
         )
         loader = Loader(config, model)
         try:
             loaded = own.enter_context(closing(loader.load(loader.planner.runs(config))))
         except BudgetError as error:
-            if room is None:
+            if budget is None:
                 raise
-            needed = error.needed_bytes + room.own
+            needed = error.needed_bytes + budget.own
             raise BudgetError(
-                f"--ram {format_size(room.ram)} is too little: the smallest that works here is "
-                f"{format_least(needed)}, {format_size(room.own)} of them for {room.use}",
+                f"--ram {format_size(budget.ram)} is too small. The minimum is "
+                f"{format_least(needed)}, including {format_size(budget.own)} for {budget.use}",
                 needed,
             ) from error
-        # Whoever watches makes one of its own.
+        # The observer creates its own context.
         loaded.context.close()
         assert isinstance(loaded.driver, Driver)
         stack.enter_context(own.pop_all())
@@ -290,18 +305,20 @@ def observe(
     threads: int,
     wanted: Callable[[Node], bool],
     seen: Callable[[Node], None],
-    room: CalibrationRoom | None = None,
+    budget: CalibrationBudget | None = None,
 ) -> Observer:
-    """An observer of a model that keeps to a cap, with experts read from the file as they are
-    needed; room None: of the plain model, mapped. wanted, seen: as of Observer. Raises GGUFError,
-    NativeError or BudgetError."""
+    """Create an observer that stays within a memory cap and reads experts from the file on demand.
+
+    With `budget` None, it maps the whole model on llama.cpp's own path. `wanted` and `seen` have
+    the meaning of Observer. Raises GGUFError, NativeError or BudgetError.
+    """
     with ExitStack() as stack:
-        if room is None:
+        if budget is None:
             store, bindings = None, Bindings.load()
             model = Model(bindings, path, managed=False, use_extra_bufts=False, use_mmap=True)
             stack.callback(model.close)
         else:
-            model, driver = load_within(stack, path, n_ctx, threads, room)
+            model, driver = load_within(stack, path, n_ctx, threads, budget)
             store = driver.store
         observer = Observer(model, n_ctx, threads, wanted, seen, store=store)
         observer.owned = stack.pop_all()

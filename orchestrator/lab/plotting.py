@@ -1,4 +1,4 @@
-"""What all plots share, and studies as pictures: panels of lines or bars, as PNG and as SVG."""
+"""Plots: shared settings, and panels of lines or bars, written as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ import numpy as np
 from orchestrator.cache.files import whole_file
 from orchestrator.errors import ConfigError
 
-# The palette of Okabe and Ito, which colour-blind people can tell apart.
+# The palette of Okabe and Ito, suitable for color-blind readers.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 
 
 def require_matplotlib(option: str) -> None:
-    """Raises ConfigError where matplotlib is not installed; option: what asked for a plot."""
+    """Raise ConfigError if matplotlib is not installed. `option` is the option that needs a
+    plot.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`, or leave {option} away"
+            f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`, or remove {option}"
         )
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure of matplotlib, whole or not at all, as what the name's ending says: PNG or
-    SVG, of which equal figures have equal bytes. Raises OSError."""
+    """Write a matplotlib figure atomically, as PNG or SVG by the ending of the path.
+
+    Equal figures give equal SVG bytes. Raises OSError.
+    """
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None
     with whole_file(path) as file:
@@ -41,8 +45,11 @@ GREY = "#666666"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series. y: values with their standard errors, as of arithmetic.pair. style: the number of
-    its colour and marker, None for its place in the panel."""
+    """One series of a panel.
+
+    `y` holds pairs of value and standard error, as returned by arithmetic.pair. `style` is the
+    index of color and marker; None uses the line's index in the panel.
+    """
 
     label: str
     x: Sequence[float]
@@ -53,10 +60,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes: their labels and what is drawn there.
+    """One pair of axes with labels and series.
 
-    levels: horizontal lines to compare with, by label. percent: the values are shares, drawn in per
-    cent. scale, ends: of y. bars: in the place of lines, on x named by ticks.
+    - levels: labeled horizontal lines for comparison.
+    - percent: the values are fractions, shown in percent.
+    - scale, ends: scale and limits of the y axis.
+    - bars: draw bars instead of lines, at x positions labeled by `ticks`.
     """
 
     x: str
@@ -72,12 +81,12 @@ class Panel:
 
 
 def exact(values: Sequence[float]) -> list[list[float | None]]:
-    """Values without an error."""
+    """Return values with no standard error, in the form of Line.y."""
     return [[each, None] for each in values]
 
 
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
-    """Writes NAME.png and NAME.svg, with the panels side by side in rows."""
+    """Write NAME.png and NAME.svg with the panels arranged in rows."""
     columns = len(panels) // rows
     with import_module("matplotlib").rc_context({"svg.hashsalt": name, "font.size": 10}):
         drawing = import_module("matplotlib.figure").Figure(

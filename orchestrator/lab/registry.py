@@ -1,5 +1,7 @@
-"""The experiments by name. This is the one list of them; an experiment is imported when it is
-loaded, so that the command line answers at once."""
+"""The list of all experiments by name.
+
+A module is imported only when its experiment is loaded, so that the command line starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from orchestrator.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """Where an experiment is, as "module:Class" below this package. help: of the command of a
-    benchmark; paper: that a study is taken from."""
+    """The location of an experiment, as "module:Class" below this package.
+
+    `help` is the help text of a benchmark's command. `paper` is the paper that a study reproduces.
+    """
 
     where: str
     help: str = ""
@@ -24,26 +28,26 @@ class Place(NamedTuple):
 BENCHMARKS = {
     "": Place(
         "bench.caps:Caps",
-        "Measure this machine: upstream and every policy under memory caps.\n\n"
-        "Options of a command below come after its name.",
+        "Compare upstream llama.cpp and all policies under memory caps on this machine.\n\n"
+        "Options of the commands below must follow the command's name.",
     ),
     "ablation": Place(
         "bench.ablation:Ablation",
-        "Six rows as in Table 3 of the DyMoE paper: what each part brings.\n\n"
-        "TTFT is that of a prompt after decode steps of another conversation; cold TTFT that of "
-        "the first prompt, with nothing in memory.",
+        "Measure the contribution of each part of DyMoE (Table 3 of the paper).\n\n"
+        "TTFT is measured on a prompt that follows another conversation; cold TTFT on the first "
+        "prompt, with no experts in memory.",
     ),
     "gpu": Place(
         "bench.gpu:Gpu",
-        "Upstream and every policy on a GPU, against the bound and the goals.\n\n"
-        "A cap is the share of the expert bytes that the GPU's memory holds beside the rest of "
-        "the model. Upstream keeps the experts of the layers that do not fit on the CPU.",
+        "Compare upstream llama.cpp and all policies on a GPU.\n\n"
+        "A cap is the share of the expert bytes that fits in the GPU's memory next to the rest of "
+        "the model. Upstream keeps the experts of the remaining layers on the CPU.",
     ),
     "paired": Place(
         "bench.paired:Paired",
-        "Two sides in turns: settings, another checkout, or upstream at its best flags.\n\n"
-        "Both are loaded at once and take turns, so that whatever else the machine does meets "
-        "both. It tells a difference of one or two per cent.",
+        "Compare the speed of two settings, of two checkouts, or with upstream llama.cpp.\n\n"
+        "Both sides are loaded and take turns, so that other load on the machine affects both "
+        "alike. This shows differences of one or two percent.",
     ),
 }
 
@@ -69,14 +73,14 @@ REPLAY_STUDIES = {
 
 
 def studies_by_paper() -> Iterator[str]:
-    """ "name, name (paper)" of each paper."""
+    """Yield "name, name (paper)" for each paper."""
     for paper, names in groupby(STUDIES, lambda name: STUDIES[name].paper):
         yield f"{', '.join(names)} ({paper})"
 
 
 def load(places: Mapping[str, Place], name: str) -> Any:
-    """The experiment of this name. Raises ConfigError where there is none."""
+    """Load an experiment. Raises ConfigError for an unknown name."""
     if name not in places:
-        raise ConfigError(f"unknown study '{name}'; known: {', '.join(places)}")
+        raise ConfigError(f"unknown study '{name}': choose one of {', '.join(places)}")
     module, _, kind = places[name].where.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), kind)()

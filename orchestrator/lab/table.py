@@ -1,4 +1,4 @@
-"""Tables of figures: described once, shown as text for a terminal, as Markdown, and as JSON."""
+"""Tables of metrics, rendered as text, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 _TIED = "\N{NO-BREAK SPACE}"
 
-# Columns of a terminal that a line of text may take.
+# Maximum length of a line of text.
 WIDTH = 100
 
-# Figures by name. A row with "error" says in the place of its figures why it has none.
+# Values by name. A failed row has a message in "error" instead of values.
 Row = dict[str, Any]
 
 
 def fixed(digits: int, per: float = 1.0) -> Callable[[float], str]:
-    """Shows a number with so many digits behind the point, counted in units of `per`."""
+    """Return a formatter that divides by `per` and shows `digits` decimal places."""
     return lambda value: f"{value / per:.{digits}f}"
 
 
 def percent(digits: int = 0, unit: str = "") -> Callable[[float], str]:
-    """Shows a share as a number of percent."""
+    """Return a formatter that shows a fraction in percent."""
     return lambda value: f"{100 * value:.{digits}f}{unit}"
 
 
@@ -31,9 +31,9 @@ def percent(digits: int = 0, unit: str = "") -> Callable[[float], str]:
 class Column:
     """One column of a table.
 
-    of: the name of the figure in a row, or a function that takes it from the row. show turns the
-    figure into text; a figure that is missing or None is an empty cell. left: the cells are words
-    and stand at the left of the column in text.
+    - of: the key of the value in a row, or a function of the row.
+    - show: converts the value to text. A missing value or None gives an empty cell.
+    - left: align the text to the left.
     """
 
     name: str
@@ -53,8 +53,9 @@ class Column:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of figures under columns. totals are rows below the others that are shown and are no
-    data of their own."""
+    """Rows of values under columns. `totals` are additional rows that are shown but not part of the
+    data.
+    """
 
     title: str
     columns: Sequence[Column]
@@ -63,7 +64,7 @@ class Table:
     totals: Sequence[Row] = ()
 
     def _cells(self) -> list[list[str]]:
-        """The text of all rows; of a failed row, its name and the error."""
+        """Return the text of all rows. A failed row has only its name and the error."""
         return [
             [self.columns[0].cell(row), row["error"]]
             if "error" in row
@@ -76,7 +77,7 @@ class Table:
         return [column.heading for column in self.columns]
 
     def text(self) -> str:
-        """The table for a terminal, in lines of at most WIDTH where the figures allow it."""
+        """Format the table for a terminal, in lines of at most WIDTH if the values permit it."""
         cells = self._cells()
         full = [self.headings, *(row for row in cells if len(row) == len(self.columns))]
         widths = [max(map(len, each)) for each in zip(*full, strict=True)]
@@ -97,7 +98,9 @@ class Table:
         return "\n".join([*title, line(self.headings), *map(line, cells), *notes])
 
     def markdown(self) -> str:
-        """The table in Markdown, its columns aligned, so that it reads well as it is too."""
+        """Format the table in Markdown, with aligned columns, so that the source is readable
+        too.
+        """
         heads = self.headings
         rows = [row + [""] * (len(heads) - len(row)) for row in self._cells()]
         widths = [max(map(len, each)) for each in zip(heads, *rows, strict=True)]
@@ -112,7 +115,7 @@ class Table:
         return "\n".join([f"**{self.title}**", "", *body, *notes])
 
     def as_dict(self) -> dict[str, Any]:
-        """The table for JSON: its texts, and the figures of its rows as data."""
+        """Return the table for JSON: its text, and the data of its rows."""
         return {
             "title": self.title,
             "columns": self.headings,
@@ -123,8 +126,9 @@ class Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """A paragraph in lines of at most WIDTH, those behind the first one further to the right. A
-    number stays on the line of what it counts."""
+    """Wrap a paragraph to WIDTH. Continuation lines are indented, and numbers stay with their
+    units.
+    """
     own = text[: len(text) - len(text.lstrip())]
     filled = textwrap.fill(
         re.sub(r"(?<=\d) (?=[%A-Za-z])", _TIED, text),
@@ -139,7 +143,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 @dataclass(slots=True)
 class Report:
-    """What was measured, its tables, and what is to be said of all of it."""
+    """A complete report: heading, tables and notes."""
 
     heading: list[str]
     tables: list[Table]
@@ -151,7 +155,7 @@ class Report:
         return [row for table in self.tables for row in table.rows]
 
     def text(self) -> str:
-        """The report for a terminal."""
+        """Format the report for a terminal."""
         parts = ["\n".join(map(wrapped, self.heading))]
         parts += [table.text() for table in self.tables]
         if self.notes:
@@ -159,6 +163,6 @@ class Report:
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """Return the report for JSON."""
         tables = [table.as_dict() for table in self.tables]
         return {"heading": self.heading, "tables": tables, "notes": self.notes}

@@ -93,7 +93,7 @@ class GpuOptions(AblationOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FixedMemory:
     """GPU memory that the model needs in addition to its experts, in bytes.
 
     - ours: with our engine.
@@ -131,7 +131,7 @@ class Gpu(Benchmark):
     """Compares systems on a GPU. The cap limits the GPU's memory to a fraction of the experts.
 
     - gpu: the result of `ask_device`.
-    - room: the model's memory without experts.
+    - fixed_memory: the model's memory without experts.
     - copies: copy bandwidth to the GPU before each run.
     """
 
@@ -148,7 +148,7 @@ class Gpu(Benchmark):
         Column("x TTFT", "ttft_speedup", fixed(2)),
         Column("x row 1", "speedup_tpot", fixed(2)),
     )
-    room: Room
+    fixed_memory: FixedMemory
     cap_words = "space for {:.0%} of the experts on the GPU"
 
     def run(self, on: Any, note: Note = lambda text: None) -> Report:
@@ -169,15 +169,17 @@ class Gpu(Benchmark):
         with all of them there; our LRU baseline with each way to handle misses, and with the
         automatic choice; the rows of DyMoE's Table 3, which copy misses; and all other policies.
         """
-        self.measure_room(self.gpu["index"])
+        self.measure_fixed_memory(self.gpu["index"])
         number, retention = self.gpu["index"] or 0, self.on.retention
         listed = [
             Case(UPSTREAM_ON_GPU, "upstream", None, "upstream", {"gpu": number}),
             replace(REFERENCE, name=MANAGED_ON_GPU),
         ]
         for cap in self.on.caps:
-            fits = self.room.cpu_moe(cap)
-            some, none = ({"gpu": number, "cpu_moe": n} for n in (fits, len(self.room.layers)))
+            fits = self.fixed_memory.cpu_moe(cap)
+            some, none = (
+                {"gpu": number, "cpu_moe": n} for n in (fits, len(self.fixed_memory.layers))
+            )
             lru, _, *others = policies(cap, retention)
             listed += [
                 Case(f"{UPSTREAM} {fits}", "upstream", cap, "upstream", some),
@@ -197,7 +199,11 @@ class Gpu(Benchmark):
 
     def cap_settings(self, case: Case) -> dict[str, Any]:
         settings: dict[str, Any] = {"device": self.on.device}
-        return settings if case.cap is None else settings | {"vram": self.room.vram_bytes(case.cap)}
+        return (
+            settings
+            if case.cap is None
+            else settings | {"vram": self.fixed_memory.vram_bytes(case.cap)}
+        )
 
     def job(self, case: Case, number: int) -> Job:
         job = super().job(case, number)
@@ -226,13 +232,13 @@ class Gpu(Benchmark):
         found: Result = json.loads(place.read_text())
         return found
 
-    def measure_room(self, gpu: int | None) -> None:
+    def measure_fixed_memory(self, gpu: int | None) -> None:
         """Measure the GPU memory that each engine needs in addition to the experts.
 
         Each engine computes a prompt and a few tokens. A kernel allocates memory when it is first
         launched, so our engine runs the case that uses the most kernels: two precisions and
         look-ahead, with the largest cap. Upstream has one layer's experts on the GPU. `gpu` is the
-        device number; None uses main memory instead, where the memory is estimated. Raises
+        device number. None uses main memory instead, which is estimated, not measured. Raises
         MoeEdgeError.
         """
         options, model = self.on, self.model
@@ -258,7 +264,7 @@ class Gpu(Benchmark):
             experts = memory[0]["planned"] - ours
             ours = max(ours, memory[0]["used"] - experts) + SPARE_BYTES
             theirs = max(theirs, memory[1]["used"]) + SPARE_BYTES - layers[-1]
-        self.room = Room(ours, theirs, layers)
+        self.fixed_memory = FixedMemory(ours, theirs, layers)
 
     def bandwidth(self, number: int, seconds: float = 1.5) -> disk.Bandwidth:
         """Measure the disk bandwidth, and once per run the copy bandwidth to the GPU."""
@@ -268,7 +274,9 @@ class Gpu(Benchmark):
 
     def row(self, case: Case, runs: Sequence[Result]) -> Result:
         """Return the metrics of one case, with the GPU's memory and the bytes copied to it."""
-        row = case_row(case, runs, None if case.cap is None else self.room.vram_bytes(case.cap))
+        row = case_row(
+            case, runs, None if case.cap is None else self.fixed_memory.vram_bytes(case.cap)
+        )
         if "error" in row:
             return row
         if case.role == "reference" and row["hit_rate"] < 1:

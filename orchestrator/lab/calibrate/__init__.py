@@ -1,2 +1,3 @@
-"""What the experts of a model see while it reads a text, and what is made of it: importance
-matrices, and the loss table of each expert and precision."""
+"""Calibration: importance matrices and loss tables from the activations of a model that reads a
+text.
+"""

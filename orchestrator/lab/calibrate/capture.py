@@ -1,10 +1,11 @@
-"""What each MoE layer's experts multiply, read in a run of the plain model.
+"""Captures the inputs of each MoE layer's expert matrices while llama.cpp's own path reads a text.
 
-Memory stays bounded whatever the model and the text: a window is handled layer by layer as it
-is computed (``read``), or spilled to a temporary file for the layers that a pass is for
-(``layers``), so that one layer's experts can be looked at over the whole text. The inputs are
-taken from the products themselves (src[1] of MUL_MAT_ID), so that neither norms and scales
-before the experts nor the activation function between them has to be known here.
+Memory is bounded for any model and text. `read` handles a window layer by layer while it is
+computed. `layers` writes the activations of some layers to a temporary file, so that the experts of
+one layer can be processed over the whole text.
+
+The inputs are those of the matrix products themselves (src[1] of MUL_MAT_ID). This module therefore
+needs no knowledge of the norms and scales before the experts, or of their activation function.
 """
 
 from __future__ import annotations
@@ -28,57 +29,60 @@ from gguf_tools.process import compute_threads
 from gguf_tools.units import format_size
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.lab.eval.text import Tokenize, needed_tokens, read_documents, windows_of
-from orchestrator.lab.observe import CalibrationRoom, Node, expert_product, observe
+from orchestrator.lab.observe import CalibrationBudget, Node, expert_product, observe
 
 WINDOW = 512
 SPILL_BYTES = 8 << 30
-# Survives a restart, so it is on a disk: the system's folder for temporary files may be memory.
+# This folder survives a restart, so it is on a disk. The default temporary folder may be in memory.
 _ON_DISK = Path("/var/tmp")
 
-# Called with the finished share, 0 to 1.
+# Called with the completed fraction, 0 to 1.
 Progress = Callable[[float], None]
 
 
 def spill_folder() -> Path:
-    """Where temporary files of many bytes belong: TMPDIR, or a folder on a disk."""
+    """Return the folder for large temporary files: TMPDIR if set, or else a folder on a disk."""
     if "TMPDIR" not in os.environ and os.access(_ON_DISK, os.W_OK):
         return _ON_DISK
     return Path(tempfile.gettempdir())
 
 
 class Rows:
-    """n_tokens x per_token rows, in a file without a name: gone when this is, or the process.
+    """n_tokens x per_token rows in an unnamed temporary file, which is deleted automatically.
 
-    Kept as float16 with a scale for each row, a power of two that puts its largest magnitude in
-    [1, 2): the relative error of a value is 2^-11 at most down to 2^-14 of that magnitude, and
-    neither huge activations nor tiny ones fall out of the format's range.
+    Values are float16 with a scale per row, a power of two that puts the row's largest magnitude
+    into [1, 2). The relative error of a value is at most 2^-11, down to 2^-14 of that magnitude.
+    Neither very large nor very small activations overflow the format.
     """
 
     def __init__(self, folder: Path, n_tokens: int, shape: tuple[int, int]) -> None:
-        """shape: (per_token, row length). Raises ConfigError where the disk has no room."""
+        """Create the file. `shape` is (per_token, row length).
+
+        Raises ConfigError if the disk has too little free space.
+        """
         self.per_token, width = shape
         n_rows = n_tokens * self.per_token
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.truncate(self.n_bytes(n_tokens, shape))
                 if hasattr(os, "posix_fallocate"):
-                    # A disk that is full later would end the process, not raise.
+                    # Without this, a full disk would later kill the process (SIGBUS).
                     os.posix_fallocate(file.fileno(), 0, self.n_bytes(n_tokens, shape))
                 self._values = np.memmap(file, np.float16, "r+", shape=(n_rows, width))
         except OSError as error:
             raise ConfigError(
-                f"{folder}: no room for activations: {error.strerror or error}: name another"
-                " folder by TMPDIR"
+                f"{folder}: no free space for activations: {error.strerror or error}: set TMPDIR"
+                " to another folder"
             ) from error
         self._exponents = np.zeros(n_rows, np.int16)
 
     @staticmethod
     def n_bytes(n_tokens: int, shape: tuple[int, int]) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return 2 * n_tokens * shape[0] * shape[1]
 
     def put(self, token: int, values: np.ndarray) -> None:
-        """Stores finite float32 [n, per_token, width] from a token on."""
+        """Store finite float32 [n, per_token, width], beginning at a token."""
         rows = values.reshape(-1, values.shape[-1])
         exponents = np.frexp(np.abs(rows).max(axis=1))[1] - 1
         at = slice(token * self.per_token, token * self.per_token + len(rows))
@@ -86,20 +90,20 @@ class Rows:
         self._values[at] = np.ldexp(rows, -exponents[:, None])
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Rows by number (token * per_token + place), float32 [n, width]."""
+        """Return rows by index (token * per_token + place), float32 [n, width]."""
         values = self._values[rows].astype(np.float32)
         found: np.ndarray = np.ldexp(values, self._exponents[rows, None].astype(np.int32))
         return found
 
 
-# What 128 samples of 512 tokens have: more changes little, and takes its time.
+# 128 windows of 512 tokens. More tokens take longer and change little.
 MAX_TOKENS = 65536
 LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Windows of tokens of a text. sha256: of the file, hexadecimal."""
+    """Windows of tokens of a text. sha256 is the hexadecimal checksum of the file."""
 
     name: str
     sha256: str
@@ -110,46 +114,55 @@ class Calibration:
         return sum(len(window) for window in self.windows)
 
     def summary(self) -> str:
-        """One line for a file's metadata."""
+        """Return one line for a file's metadata."""
         return f"{self.name}, {self.n_tokens} tokens, sha256 {self.sha256}"
 
 
 def read_calibration(
     tokenize: Tokenize, path: Path, limit: int = MAX_TOKENS, window: int = WINDOW
 ) -> Calibration:
-    """The first limit tokens of a text (or JSON lines, .xz unpacked), in windows within one
-    document each. Raises ConfigError for a text that cannot be read or is too short."""
+    """Read the first `limit` tokens of a text file or of JSON lines, as windows.
+
+    Each window is part of one document. An .xz file is decompressed. Raises ConfigError if the text
+    cannot be read or is too short.
+    """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file: its checksum is kept beside what is made of it")
+        raise ConfigError(f"{path} is not a regular file, which is needed to store its checksum")
     documents = read_documents(path, needed_tokens(limit, window))
     cut = windows_of(tokenize, documents, window, limit)
     found = Calibration(path.name, sha256_of(path), [each.tokens for each in cut])
     if found.n_tokens < LEAST_TOKENS:
         raise ConfigError(
-            f"{path}: {found.n_tokens} tokens are too few to calibrate on, {LEAST_TOKENS} are the"
-            " least: give more text"
+            f"{path}: {found.n_tokens} tokens are too few to calibrate on, the minimum is"
+            f" {LEAST_TOKENS}: use a longer text"
         )
     return found
 
 
 class WindowActivations(NamedTuple):
-    """One layer's view of one window of T tokens. x: what gate and up multiply, float32
-    [T, s, n_embd], s = 1, or k where a model weighs before its experts. hidden: what down
-    multiplies, float32 [T, k, n_ff]. ids: int32 [T, k]."""
+    """The activations of one layer for a window of T tokens.
+
+    - x: inputs of gate and up, float32 [T, s, n_embd]. s is 1, or k if the model weights the inputs
+    of its experts.
+    - hidden: inputs of down, float32 [T, k, n_ff].
+    - ids: chosen experts, int32 [T, k].
+    """
 
     x: np.ndarray
     hidden: np.ndarray
     ids: np.ndarray
 
 
-# Gets (layer, number of the window, what was seen).
+# Called with (layer, index of the window, activations).
 Sink = Callable[[int, int, WindowActivations], None]
 
 
 @dataclass
 class LayerActivations:
-    """What the experts of one MoE layer saw over a text of T tokens. layer counts MoE layers. ids:
-    int32 [T, k]."""
+    """The activations of one MoE layer for a text of T tokens.
+
+    `layer` counts MoE layers. `ids` is int32 [T, k].
+    """
 
     layer: int
     n_expert: int
@@ -168,35 +181,41 @@ class LayerActivations:
         return order, np.searchsorted(flat[order], np.arange(self.n_expert + 1))
 
     def counts(self) -> np.ndarray:
-        """How many tokens each expert saw, int64 [n_expert]."""
+        """Return the number of tokens of each expert, int64 [n_expert]."""
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token, slot), int64 [n] each: ids[token, slot] is this expert. In order of token."""
+        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert, ordered by
+        token.
+        """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])
         return token, slot
 
     def inputs(self, kind: int, expert: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows that an expert's matrix multiplied, float32 [n, row length], in order of token;
-        start and stop choose among them, so that no more need be in memory at once."""
+        """Return the input rows of an expert's matrix, float32 [n, row length], ordered by token.
+
+        start and stop select a range of rows, to limit the memory.
+        """
         token, slot = (each[start:stop] for each in self.places(expert))
         rows = self.hidden if kind == DOWN else self.x
         return rows.take(token * rows.per_token + (slot if rows.per_token > 1 else 0))
 
 
 class Capture(Closing):
-    """A loaded model whose experts are watched. Free it with close."""
+    """A loaded model whose expert inputs are captured. Free it with close."""
 
     def __init__(
         self,
         path: Path,
         threads: int | None = None,
-        room: CalibrationRoom | None = None,
+        budget: CalibrationBudget | None = None,
     ) -> None:
-        """For windows of at most WINDOW tokens. room: the memory to stay within, with experts read
-        from the file as they are needed; None for all that there is. Raises GGUFError, NativeError
-        or BudgetError."""
+        """Load a model for windows of at most WINDOW tokens.
+
+        With `budget`, the process stays within a memory cap, and experts are read from the file on
+        demand. None means no cap. Raises GGUFError, NativeError or BudgetError.
+        """
         with ExpertModel.open(path) as model:
             self.layer_ids = list(model.layer_ids)
             self.n_expert, self.n_expert_used = model.n_expert, model.n_expert_used
@@ -207,16 +226,16 @@ class Capture(Closing):
         self._only: frozenset[int] = frozenset()
         self._sink: Sink = lambda *_: None
         self._number = 0
-        # Of the window that is read: what gate and up multiplied, and the layers to come.
+        # State of the current window: inputs of gate and up, and layers not yet computed.
         self._inputs: dict[int, np.ndarray] = {}
         self._missing: set[int] = set()
         threads = compute_threads(threads)
         self._observer = observe(
-            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, room
+            path, WINDOW, threads, lambda node: self._place(node) is not None, self._keep, budget
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, the begin token that the model wants first."""
+        """Tokenize a text. The result begins with the BOS token if the model uses one."""
         return self._observer.model.tokenize(text, add_special=True, parse_special=True)
 
     def read(
@@ -226,11 +245,11 @@ class Capture(Closing):
         sink: Sink,
         progress: Progress = lambda share: None,
     ) -> None:
-        """Reads windows of tokens, each on its own; sink is called as soon as a layer
-        is computed, and may keep the arrays.
+        """Read windows of tokens, each independent of the others.
 
-        Raises NativeError for a model whose graph does not show its experts, and what sink
-        raises.
+        `sink` is called after each layer in `layers` is computed, and may keep the arrays. Raises
+        NativeError if the model's graph does not show the experts' inputs, and the exceptions of
+        `sink`.
         """
         self._only, self._sink = frozenset(layers), sink
         for number, window in enumerate(windows):
@@ -239,18 +258,18 @@ class Capture(Closing):
             if self._missing:
                 raise NativeError(
                     f"layer {self.layer_ids[min(self._missing)]}: the model's graph does not show"
-                    " what its experts multiply as expected"
+                    " the inputs of its experts as expected"
                 )
             progress((number + 1) / len(windows))
 
     def layers(
         self, windows: Sequence[Sequence[int]], progress: Progress = lambda share: None
     ) -> Generator[LayerActivations, None, None]:
-        """What each layer's experts saw over all windows, layers in increasing order.
+        """Yield the activations of each layer over all windows, in increasing order of layers.
 
-        Goes over the windows once for as many layers as fit SPILL_BYTES in a temporary file in
-        spill_folder(), at least one. An object is valid until the next is asked for. Raises
-        ConfigError where the disk is too small, NativeError as read does.
+        Reads the windows once for each group of layers whose activations fit in a temporary file of
+        SPILL_BYTES in spill_folder(); a group has at least one layer. A yielded object is valid
+        until the next one. Raises ConfigError if the disk is too small, NativeError as `read` does.
         """
         n_tokens, where = sum(map(len, windows)), spill_folder()
         groups: list[list[int]] = []
@@ -266,9 +285,9 @@ class Capture(Closing):
             free = shutil.disk_usage(where).free
             if needed > free:
                 raise ConfigError(
-                    f"{where}: the activations of {n_tokens} tokens in {len(group)} layers take"
+                    f"{where}: the activations of {n_tokens} tokens in {len(group)} layers need"
                     f" {format_size(needed)}, but only {format_size(free)} are free: use fewer"
-                    " tokens, or another folder (TMPDIR)"
+                    " tokens, or set TMPDIR to another folder"
                 )
 
             def report(share: float, number: int = number) -> None:
@@ -312,7 +331,7 @@ class Capture(Closing):
         return Rows.n_bytes(n_tokens, (1, n_embd)) + Rows.n_bytes(n_tokens, (k, n_ff))
 
     def _place(self, node: Node) -> tuple[int, int] | None:
-        """(layer, kind) of a product that is watched, or None."""
+        """Return (layer, kind) if a node is a captured matrix product, else None."""
         found = expert_product(node, self._layer_of)
         return found if found and found[0] in self._only else None
 
@@ -333,5 +352,5 @@ class Capture(Closing):
             self._sink(layer, self._number, seen)
 
     def close(self) -> None:
-        """Frees the model; safe to call twice."""
+        """Free the model. Safe to call twice."""
         self._observer.close()

@@ -1,5 +1,4 @@
-"""GPTQ with the Hessians of a calibration run, made layer by layer while ``pack`` asks for the
-experts."""
+"""GPTQ with Hessians from a calibration run, computed layer by layer while `pack` quantizes."""
 
 from __future__ import annotations
 
@@ -19,22 +18,28 @@ from gguf_tools.quantize.gptq import Factor, Square
 from orchestrator.lab.calibrate.capture import LayerActivations
 
 ROWS_AT_ONCE = 4096
-# Inputs for each column that the layer's mean is taken of.
+# Sampled inputs per column for the layer's mean.
 SAMPLES = 8
 
 
 @contextmanager
 def computing() -> Iterator[str]:
-    """The device that torch computes on. On the CPU it uses one thread meanwhile: pack's own
-    threads share the cores. Raises QuantizeError without torch."""
+    """Yield the device that torch computes on.
+
+    On the CPU, torch uses one thread meanwhile, because pack's threads share the cores. Raises
+    QuantizeError if torch is missing.
+    """
     gptq.torch_module()
     with one_torch_thread():
         yield gptq.default_device()
 
 
 class Gptq:
-    """An ExpertQuantizer. Where an expert saw no token, its gate and up are rounded by what the
-    layer's tokens say, and its down as ggml does it alone."""
+    """An ExpertQuantizer that uses GPTQ.
+
+    If an expert saw no token, its gate and up matrices are rounded with the layer's Hessian, and
+    its down matrix is rounded by ggml.
+    """
 
     method = "gptq"
     has_importance = True
@@ -48,15 +53,19 @@ class Gptq:
         threads: int,
         factorizing: int,
     ) -> None:
-        """layers: what a capture gives, one at a time, when pack has come to the next. threads:
-        those of pack. factorizing: how many Hessians may be factorized at once."""
+        """Set up the quantizer.
+
+        `layers` yields the activations of one layer at a time, when pack reaches the layer.
+        `threads` is pack's number of threads. `factorizing` is the maximum number of Hessians
+        factorized concurrently.
+        """
         self.calibration = calibration
         self._threads = threads
         self._turns = threading.Semaphore(factorizing)
         self._ggml, self._layers, self._device = ggml, layers, device
         self._lock = threading.Lock()
         self._current: _Layer | None = None
-        # Of each layer so far: the tokens that each expert saw, and the columns of its matrices.
+        # Per processed layer: token counts of the experts, and the columns of their matrices.
         self._seen: list[tuple[np.ndarray, int]] = []
 
     def quantize(
@@ -69,7 +78,7 @@ class Gptq:
         return self._ggml.quantize(ggml_type, values, alike)
 
     def note(self) -> str | None:
-        """A sentence on experts that saw too few tokens to go by, None where all saw enough."""
+        """Return a sentence about experts that saw too few tokens; None if all saw enough."""
         few = sum(int((counts < columns).sum()) for counts, columns in self._seen)
         none = sum(int((counts == 0).sum()) for counts, _ in self._seen)
         if not few:
@@ -77,8 +86,8 @@ class Gptq:
         total = sum(len(counts) for counts, _ in self._seen)
         return (
             f"{few} of {total} experts saw fewer tokens than their matrices have columns ({none}"
-            " saw none), and were rounded by their layer's tokens as well: more text (--calib,"
-            " --calib-tokens) makes them better"
+            " saw none), so their layer's tokens were used as well. More text improves them"
+            " (--calib, --calib-tokens)."
         )
 
     def _at(self, layer: int) -> _Layer:
@@ -91,19 +100,22 @@ class Gptq:
                 self._current = _Layer(seen, self._device, self._threads, self._turns)
                 self._seen.append((seen.counts(), len(self._current.shared)))
             if self._current is None or self._current.number != layer:
-                raise QuantizeError(f"layer {layer} was not asked for in its turn")
+                raise QuantizeError(f"layer {layer} was requested out of order")
             return self._current
 
 
 def kept_factors(threads: int) -> int:
-    """How many factors are kept. Gate and up of an expert share one, all its tiers do, and pack
-    goes through the experts in turn: so what the threads are at, and one more, is what may be asked
-    for again. Threads that fell behind have others of their own, one less than there are."""
+    """Return the number of factors to keep in memory.
+
+    Gate and up of an expert share a factor, and so do all tiers. Pack processes the experts in
+    order. The factors of the experts in progress and one more may therefore be needed again. A slow
+    thread holds its own factor in addition.
+    """
     return threads + 1
 
 
 class _Layer:
-    """The factors of one layer, each made when it is first asked for, the last ones kept."""
+    """The factors of one layer. Each is computed at its first use, and the last ones are kept."""
 
     def __init__(
         self, seen: LayerActivations, device: str, threads: int, turns: threading.Semaphore
@@ -117,7 +129,7 @@ class _Layer:
         self.shared = self._mean_of_all()
 
     def factor(self, kind: int, expert: int) -> Factor | None:
-        """Of one expert's matrix; None where there is nothing to go by."""
+        """Return the factor of one expert's matrix; None if there is no data."""
         key = (kind == DOWN, expert)
         with self._lock:
             known = self._made.pop(key, None)
@@ -145,8 +157,10 @@ class _Layer:
         return gptq.smoothed(own, tokens, None if kind == DOWN else self.shared)
 
     def _mean_of_all(self) -> Square:
-        """Mean x x^T over inputs of gate and up, spread over the text: a sample will do for what
-        smooths the experts' own."""
+        """Return the mean of x x^T over a sample of the inputs of gate and up.
+
+        The sample is spread over the text. It is only used to smooth the experts' own Hessians.
+        """
         x = self._seen.x
         n_rows = self._seen.n_tokens * x.per_token
         columns = x.take(np.arange(0)).shape[1]

@@ -1,4 +1,4 @@
-"""What each expert's output is, and what it loses in each precision, in one pass over a text."""
+"""Measures the output of each expert and its error in each precision, in one pass over a text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Calibration, Progress, Rows
 from orchestrator.lab.observe import Node
 
-# Inner values as captured are products of quantized activations: what int8 leaves of them.
+# Captured inner values are products of int8 activations, so they are this inexact.
 _TOLERANCE = 0.1
 
 Matrices = dict[int, np.ndarray]
@@ -33,7 +33,7 @@ Matrices = dict[int, np.ndarray]
 def stored(
     model: ExpertModel, layer: int, kind: int, expert: int, ggml: Ggml, tier: int = 0
 ) -> np.ndarray:
-    """Weights of an expert's matrix in a tier of a file, float32 [rows, row length]."""
+    """Return an expert's matrix in a tier of a file, float32 [rows, row length]."""
     where, shape = model.slices[layer][kind][tier], model.shapes[layer][kind]
     if where is None or shape is None:
         raise KeyError(f"layer {layer} has no {KINDS[kind]}")
@@ -43,7 +43,9 @@ def stored(
 
 
 def tensor(model: ExpertModel, name: str) -> np.ndarray | None:
-    """A tensor of a file as float32 [rows, row length]; None where it has none of this name."""
+    """Return a tensor of a file as float32 [rows, row length]; None if the file has none of this
+    name.
+    """
     for part in model.parts:
         if name in part.tensors:
             info = part.tensors[name]
@@ -62,13 +64,14 @@ def _gelu(x: np.ndarray) -> np.ndarray:
 
 
 def _limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """SwiGLU with limits of 7, a slope of 1.702, and one more up."""
+    """SwiGLU with limits of 7, a slope of 1.702, and 1 added to up."""
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     found: np.ndarray = gate * _sigmoid(1.702 * gate) * (up + 1)
     return found
 
 
-# By name: from what gate and up give (up alone: both are the same) to what down multiplies.
+# Activation functions by name: from the outputs of gate and up to the input of down. In _ALONE
+# there is no gate, and both arguments are the output of up.
 _GATED: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
@@ -84,10 +87,10 @@ _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 class LayerExperts:
-    """The experts of one MoE layer, with its activation function, scales and biases.
+    """The experts of one MoE layer, with their activation function, scales and biases.
 
-    Which function it is, the captured inputs of down tell: that one which gives them. Raises
-    ConfigError where none does.
+    The activation function is the one that reproduces the captured inputs of down. Raises
+    ConfigError if none does.
     """
 
     def __init__(
@@ -99,8 +102,10 @@ class LayerExperts:
         actual: np.ndarray,
         ggml: Ggml,
     ) -> None:
-        """x, actual: what gate and up, and what down of an expert multiplied, float32 [n, row
-        length]."""
+        """Identify the activation function from one expert's captured inputs.
+
+        `x` are the inputs of gate and up, `actual` those of down, float32 [n, row length].
+        """
         self.kinds, il = model.kinds(layer), model.layer_ids[layer]
         self._changes = {kind: AfterProduct(model, il, kind) for kind in self.kinds}
         matrices = {kind: stored(model, layer, kind, expert, ggml) for kind in self.kinds}
@@ -112,8 +117,8 @@ class LayerExperts:
         self.activation = min(errors, key=lambda name: errors[name])
         if not errors[self.activation] <= _TOLERANCE * np.linalg.norm(actual):
             raise ConfigError(
-                f"{model.path}: layer {il}: what is between an expert's matrices is none of"
-                f" {', '.join(self._functions)}: its losses cannot be measured"
+                f"{model.path}: layer {il}: the activation function of the experts is unknown (none"
+                f" of {', '.join(self._functions)}), so its losses cannot be measured"
             )
 
     @property
@@ -121,8 +126,10 @@ class LayerExperts:
         return _ALONE if self.kinds == [UP, DOWN] else _GATED
 
     def output(self, expert: int, matrices: Matrices, x: np.ndarray) -> np.ndarray:
-        """An expert's output, float32 [n, n_embd], from its matrices by kind, [rows, row length]
-        each, and its inputs [n, n_embd]."""
+        """Return an expert's output, float32 [n, n_embd].
+
+        `matrices` maps a kind to [rows, row length]; `x` are the inputs [n, n_embd].
+        """
         hidden = self._functions[self.activation](*self._inner(expert, matrices, x))
         return self._product(DOWN, expert, matrices, hidden)
 
@@ -141,11 +148,12 @@ class LayerExperts:
 
 
 class AfterProduct:
-    """What llama.cpp does to the products of one kind of a layer's experts: an expert's scale, and
-    then its bias, where the file has them."""
+    """The scale and bias that llama.cpp applies to an expert's matrix products, if the file has
+    them.
+    """
 
     def __init__(self, model: ExpertModel, il: int, kind: int) -> None:
-        # float32 [n_expert, 1], and [n_expert, rows]
+        # scales float32 [n_expert, 1], biases float32 [n_expert, rows]
         self._scales, self._biases = (
             None if each is None else each.reshape(model.n_expert, -1)
             for each in (
@@ -155,23 +163,23 @@ class AfterProduct:
         )
 
     def __call__(self, products: np.ndarray, experts: int | np.ndarray) -> np.ndarray:
-        """products: float32 [..., rows]; experts: whose, [...]."""
+        """Apply scale and bias to products, float32 [..., rows], of the given experts [...]."""
         if self._scales is not None:
             products = products * self._scales[experts]
         return products if self._biases is None else products + self._biases[experts]
 
 
-# Inputs of an expert that its errors are measured on, of the first step. What an error is of the
-# output they settle to a few percent; the output's mean square is over all tokens.
+# Number of inputs per expert, from the first step, on which errors are measured. They determine the
+# relative error to a few percent. The mean square of the output is measured on all tokens.
 MAX_ROWS = 64
-# Float32 matrices in memory at a time.
+# Limit for the float32 matrices in memory.
 WORK_BYTES = 2 << 30
-# Tokens whose outputs are squared at once.
+# Number of tokens whose outputs are squared in one block.
 _BLOCK = 64
 
 
 class _Precision(NamedTuple):
-    """A candidate, and where it comes from: a tier of the file, or a type to quantize to."""
+    """A candidate precision with its source: a tier of the file, or a type to quantize to."""
 
     candidate: TablePrecision
     tier: int | None
@@ -179,8 +187,11 @@ class _Precision(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Inputs of a layer's experts. starts: int [n_expert + 1], the rows of each one; probe: an
-    expert whose inner values are kept beside its inputs, float32 [n, n_ff]."""
+    """Sampled inputs of a layer's experts.
+
+    starts: int [n_expert + 1], bounds of each expert's rows. probe: an expert whose inputs of down
+    are kept as well (hidden, float32 [n, n_ff]).
+    """
 
     starts: np.ndarray
     rows: Rows
@@ -189,14 +200,16 @@ class _Sample(NamedTuple):
 
 
 class OutputSums:
-    """Sums over the outputs of each expert, while a model reads a text in its best tier.
+    """Sums over the outputs of each expert, gathered while a model reads a text in its best tier.
 
-    counts, gates, squares: [n_layers, n_expert], tokens, their squared gate weights, and the mean
-    squares of their outputs. weighs: bool [n_layers], whether a layer's gates weigh the inputs.
+    - counts int64 [n_layers, n_expert]: tokens.
+    - gates, squares float64 [n_layers, n_expert]: sums of squared gate weights, and of the outputs'
+    mean squares.
+    - weighs bool [n_layers]: whether the gate weights are applied to the experts' inputs.
     """
 
     def __init__(self, model: ExpertModel, folder: Path | None = None) -> None:
-        """folder: where inputs are kept of the first step; None keeps none."""
+        """Create empty sums. `folder` holds the inputs of the first step; None keeps none."""
         shape = (model.n_layers, model.n_expert)
         self.counts, self.weighs = np.zeros(shape, np.int64), np.zeros(shape[0], bool)
         self.gates, self.squares = np.zeros((2, *shape))
@@ -212,7 +225,7 @@ class OutputSums:
         self.gates[event.layer] += np.bincount(ids, weights, self._n_expert)
 
     def seen(self, layer: int, kind: int, node: Node) -> None:
-        """A product of a layer's experts. What the first one multiplies are the inputs."""
+        """Add a matrix product of a layer's experts. The first one of a layer has the inputs."""
         if kind != DOWN:
             if self._inputs is None or self._inputs[0] != layer:
                 self._inputs = layer, node.source(1).array()[0]
@@ -232,7 +245,7 @@ class OutputSums:
         self._inputs = None
 
     def _sample(self, ids: np.ndarray, x: np.ndarray, hidden: np.ndarray, k: int) -> _Sample:
-        """Rows of every expert, evenly over its tokens. ids: [T * k]."""
+        """Select rows of every expert, evenly spread over its tokens. `ids` is [T * k]."""
         order = np.argsort(ids, kind="stable")
         bounds = np.searchsorted(ids[order], np.arange(self._n_expert + 1))
         places = [order[a : b : max(1, -(-(b - a) // MAX_ROWS))] for a, b in pairwise(bounds)]
@@ -250,8 +263,12 @@ class OutputSums:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """What a table is made of. model: whose tiers it tells of; reference: in full precision;
-    quantizer makes the types that the model has no tier of."""
+    """Measures a loss table.
+
+    - model: the model whose tiers the table describes.
+    - reference: the same model in full precision.
+    - types, quantizer: further types, and the method that quantizes to them.
+    """
 
     model: ExpertModel
     reference: ExpertModel
@@ -261,12 +278,12 @@ class Precisions:
     threads: int
 
     def __post_init__(self) -> None:
-        """Raises MismatchError for a reference of another model."""
+        """Raise MismatchError if the reference is another model."""
         check_same(self.reference, self.model)
 
     @property
     def listed(self) -> list[_Precision]:
-        """The tiers of the file, and the types that it has no tier of, best first."""
+        """The tiers of the file and the types that it has no tier of, best first."""
         found = [
             _Precision(TablePrecision(tier.name, round(tier.bpw, 4), True), index, None)
             for index, tier in enumerate(self.model.tiers)
@@ -279,9 +296,10 @@ class Precisions:
         return sorted(found, key=lambda each: -each.candidate.bits)
 
     def table(self, sums: OutputSums, calibration: Calibration, progress: Progress) -> LossTable:
-        """Layer by layer: in memory are a few experts' rows, and their matrices in float32.
+        """Return the loss table.
 
-        Raises ConfigError where experts cannot be followed, QuantizeError.
+        It is computed layer by layer, with the rows and float32 matrices of a few experts in
+        memory. Raises ConfigError if the experts' computation is unknown, QuantizeError.
         """
         seen, precisions = sums.counts > 0, self.listed
         uses = np.where(sums.weighs[:, None], sums.gates, sums.counts)
@@ -298,7 +316,7 @@ class Precisions:
                 found = np.full(errors.shape[1:], np.nan)
                 for expert, row in zip(used, rows, strict=True):
                     found[expert] = row
-                # One that the first step lacks is like the others of its layer.
+                # An expert without tokens in the first step gets the mean of its layer.
                 errors[layer] = np.where(np.isnan(found), np.nanmean(found, axis=0), found)
                 progress(done / len(sums.samples))
         tier = self.reference.tiers[0]
@@ -334,7 +352,9 @@ class Precisions:
         precisions: list[_Precision],
         expert: int,
     ) -> list[float]:
-        """An expert's squared error in each precision, as a share of its output's square."""
+        """Return an expert's squared error in each precision, relative to its output's mean
+        square.
+        """
         x = sample.rows.take(np.arange(*sample.starts[expert : expert + 2]))
         full = {k: stored(self.reference, layer, k, expert, self.ggml) for k in experts.kinds}
         y = experts.output(expert, full, x)
@@ -357,7 +377,7 @@ class Precisions:
     def _made(
         self, layer: int, expert: int, full: Matrices, precisions: list[_Precision]
     ) -> dict[tuple[int, str], tuple[GGMLType, Blocks]]:
-        """Encodings of an expert's matrices by kind and candidate, for those without a tier."""
+        """Quantize an expert's matrices to the candidates that are not tiers, by kind and name."""
         made = {}
         for kind, values in full.items():
             for candidate, _, ggml_type in precisions:
@@ -369,7 +389,7 @@ class Precisions:
 
 
 def expert_bytes(model: ExpertModel) -> int:
-    """What one expert takes in float32, twice: in full precision and in another."""
+    """Return the float32 size of one expert twice: in full precision and in another."""
     shapes = (shape for shape in model.shapes[0] if shape is not None)
     return 2 * 4 * sum(n * rows for n, rows in shapes)
 

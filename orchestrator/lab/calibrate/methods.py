@@ -1,5 +1,6 @@
-"""Quantization methods by name, with what each needs of a calibration run; an importance matrix,
-gathered while a model reads the text."""
+"""Quantization methods by name with their calibration runs, and the gathering of importance
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from orchestrator.lab.calibrate.capture import (
     read_calibration,
 )
 from orchestrator.lab.calibrate.gptq import ROWS_AT_ONCE, Gptq, computing, kept_factors
-from orchestrator.lab.observe import CalibrationRoom, window_bytes
+from orchestrator.lab.observe import CalibrationBudget, window_bytes
 
 
 def gather(
@@ -39,9 +40,9 @@ def gather(
     calibration: Calibration,
     progress: Progress = lambda share: None,
 ) -> Imatrix:
-    """Sums of the squared inputs of each expert's matrices, and the tokens that each expert saw.
+    """Return the sums of squared inputs of each expert's matrices, and the token counts.
 
-    model is the file that capture reads. Nothing but the sums is kept in memory. Raises as
+    `model` is the file that `capture` reads. Only the sums are kept in memory. Raises as
     Capture.read does.
     """
     n_layers, n = len(model.layer_ids), model.n_expert
@@ -73,8 +74,10 @@ def gather(
 
 
 def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarray:
-    """Sums over an expert's tokens of squared inputs, float32 [n_expert, width], of values
-    [T, s, width], s = 1 or k, and ids [T, k]."""
+    """Return the sum of squared inputs over each expert's tokens, float32 [n_expert, width].
+
+    `values` are [T, s, width] with s = 1 or k; `ids` are [T, k].
+    """
     squares = np.square(values)
     total = np.zeros((n_expert, values.shape[2]), np.float32)
     for expert in distinct(ids):
@@ -85,30 +88,34 @@ def sum_squares(values: np.ndarray, ids: np.ndarray, n_expert: int) -> np.ndarra
 
 RTN, IMATRIX, GPTQ = "rtn", "imatrix", "gptq"
 METHODS = (RTN, IMATRIX, GPTQ)
-# What a process that calibrates takes beside one that answers: its modules, and ggml's tables for
-# quantizing. Measured: 2 to 4 MiB.
+# Additional memory of a calibrating process: modules, and ggml's quantization tables. Measured:
+# 2 to 4 MiB.
 _PROCESS_BYTES = 4 << 20
-# GPTQ's copies of the run of rows that it rounds.
+# Copies of a run of rows while GPTQ rounds it.
 _RUN_COPIES = 8
-# Square matrices in float64 that factorizing a Hessian takes at once, the Hessian among them:
-# measured 5.4. Before, it is a sum, of which these bytes of an element live at once: the sum, and
-# a part's product in float32 and in float64.
+# Number of square float64 matrices in memory while a Hessian is factorized, itself included
+# (measured: 5.4). While it is summed, an element needs _SUM_BYTES: the sum, and the product of a
+# part in float32 and float64.
 _SQUARES = 6
 _SUM_BYTES = 20
-# A part's inputs, as they were kept and in float32 twice.
+# Bytes per input value of a part: as stored, and twice in float32.
 _INPUT_BYTES = 10
-# torch: measured 197 MiB behind a first product and a first factor, 71 of them pages of its
-# libraries; and 10 more beside pack's threads, which each have an arena of malloc's.
+# Memory of torch: 197 MiB measured after a first product and factor, 71 of them library pages;
+# 10 more with pack's threads, each of which has a malloc arena.
 _TORCH_BYTES = 224 << 20
-# The part of the cap that several experts handled at once may fill.
+# 1 / _SHARE of the cap may be used to process several experts concurrently.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What the options of a command ask for. name None: imatrix where one is given, else rtn.
-    calib: the text to calibrate on, its first `tokens` tokens. imatrix: a file that has the
-    statistics already. ram: the cap on the model that reads the text, and on what is kept of it."""
+    """Options of a quantization method.
+
+    - name: None selects imatrix if a file is given, else rtn.
+    - calib: text to calibrate on; its first `tokens` tokens are used.
+    - imatrix: file with existing statistics.
+    - ram: memory cap for the model that reads the text and for the data kept of it.
+    """
 
     name: str | None = None
     calib: Path | None = None
@@ -122,25 +129,27 @@ class Method:
         return self.name or (IMATRIX if self.imatrix else RTN)
 
     def check(self) -> None:
-        """Raises ConfigError for what does not go together."""
+        """Raise ConfigError for options that contradict each other."""
         name = self.chosen
         if name not in METHODS:
-            raise ConfigError(f"--method {name}: unknown; there are {', '.join(METHODS)}")
+            raise ConfigError(f"--method {name} is unknown: choose one of {', '.join(METHODS)}")
         if name == RTN and (self.calib or self.imatrix):
             option = "--calib" if self.calib else "--imatrix"
-            raise ConfigError(f"{option} does nothing for --method rtn: choose imatrix")
+            raise ConfigError(f"{option} has no effect with --method rtn: use --method imatrix")
         if name == IMATRIX and (self.calib is None) == (self.imatrix is None):
             raise ConfigError("--method imatrix needs either --calib TEXT or --imatrix FILE")
         if name == GPTQ and (self.calib is None or self.imatrix is not None):
-            raise ConfigError("--method gptq needs --calib TEXT, and takes no --imatrix")
+            raise ConfigError("--method gptq needs --calib TEXT and cannot be used with --imatrix")
 
 
 @contextmanager
 def open_quantizer(
     method: Method, source: Path, progress: Progress, note: Callable[[str], None]
 ) -> Iterator[ExpertQuantizer | None]:
-    """The quantizer of a method for the experts of a model; None for rtn, which needs nothing.
-    note gets sentences for the user. Raises MoeEdgeError in one of its forms."""
+    """Yield the quantizer of a method for a model's experts; None for rtn, which needs no data.
+
+    `note` receives messages for the user. Raises MoeEdgeError.
+    """
     method.check()
     if method.chosen == RTN:
         yield None
@@ -168,9 +177,11 @@ def open_quantizer(
 def _reading(
     method: Method, source: Path, own_bytes: int, each_bytes: int = 0
 ) -> Iterator[tuple[Capture, Calibration, int]]:
-    """A model that reads, the text that it is to read, and how many experts are handled at once
-    meanwhile, each_bytes each. own_bytes: what else is in memory then. Raises BudgetError naming
-    the cap with which one expert at a time works."""
+    """Yield a model that captures, its text, and the number of experts to process concurrently.
+
+    Each of these needs each_bytes; own_bytes are needed in addition. Raises BudgetError with the
+    smallest cap that suffices for one expert at a time.
+    """
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     threads = compute_threads(method.threads)
@@ -179,9 +190,9 @@ def _reading(
         n = max(1, min(threads, method.ram // _SHARE // each_bytes))
     while True:
         own = own_bytes + n * each_bytes + _PROCESS_BYTES
-        room = None if method.ram is None else CalibrationRoom(method.ram, own)
+        budget = None if method.ram is None else CalibrationBudget(method.ram, own)
         try:
-            opened = Capture(source, threads=method.threads, room=room)
+            opened = Capture(source, threads=method.threads, budget=budget)
             break
         except BudgetError:
             if n == 1:
@@ -193,18 +204,17 @@ def _reading(
 
 @contextmanager
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
-    """GPTQ over the text of a method's calibration, read while layers are asked for."""
+    """Yield GPTQ for a method's text, which is read while layers are requested."""
     threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:
         shapes = [shape for layer in model.shapes for shape in layer if shape is not None]
         n = max(width for width, _ in shapes)
-        # pack's threads hold a run of rows each, in float32, its encodings, and what is chosen
-        # among.
+        # Each of pack's threads holds a run of rows in float32, its encodings and the candidates.
         run = min(RUN_WEIGHTS, max(width * rows for width, rows in shapes))
         own = window_bytes(model, WINDOW) + _TORCH_BYTES + threads * _RUN_COPIES * 4 * run
-        # The layer's mean stands beside the factors.
+        # The factors, and the layer's mean.
         own += 8 * n**2 * (kept_factors(threads) + threads)
-        # The largest Hessian, while it is made of so many inputs at once, and factorized.
+        # The largest Hessian, while it is summed over this many inputs, or factorized.
         rows = min(ROWS_AT_ONCE, method.tokens)
         each = max(_SQUARES * 8 * n**2, _SUM_BYTES * n**2 + _INPUT_BYTES * rows * n)
     with (
@@ -212,14 +222,14 @@ def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
         _reading(method, source, own, each) as (capture, calibration, factorizing),
         closing(capture.layers(calibration.windows, progress=progress)) as layers,
     ):
-        # The first pass over the text, while its progress is shown.
+        # Makes the first pass over the text now, while its progress is shown.
         first = next(layers)
         seen, line = chain([first], layers), calibration.summary()
         yield Gptq(load_ggml(), seen, line, device, threads, factorizing)
 
 
 def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[Imatrix, str]:
-    """The importance matrix of a calibration run, and a line on its text."""
+    """Run a calibration. Returns the importance matrix and a line about its text."""
     columns = sum(shape[0] for layer in model.shapes for shape in layer if shape is not None)
     own = window_bytes(model, WINDOW) + 4 * model.n_expert * columns  # its sums
     with _reading(method, model.path, own) as (capture, calibration, _):
@@ -227,8 +237,10 @@ def calibrated(method: Method, model: ExpertModel, progress: Progress) -> tuple[
 
 
 def save_imatrix(method: Method, source: Path, out: Path, progress: Progress) -> str | None:
-    """Writes the importance matrix of a calibration run; returns a sentence on experts that saw
-    too few tokens."""
+    """Write the importance matrix of a calibration run.
+
+    Returns a sentence about experts that saw too few tokens, or None.
+    """
     with ExpertModel.open(source) as model:
         imatrix, _ = calibrated(method, model, progress)
         write_imatrix(out, imatrix)

@@ -1,5 +1,6 @@
-"""A text that a model reads in as few steps as memory allows, so that each pass over it reads each
-expert about once. Its experts come through the store; what they are to lose is drawn by who asks.
+"""Reads a text in as few steps as memory allows, so that each pass reads each expert about once.
+
+Experts come through the store. The caller can lower or skip experts at random in each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gguf_tools.process import private_bytes
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.observe import (
-    CalibrationRoom,
+    CalibrationBudget,
     Node,
     Observer,
     expert_product,
@@ -28,27 +29,30 @@ from orchestrator.lab.observe import (
 from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 
-# Tokens of the largest step that is tried, and its sequences.
+# Upper limits for the tokens and the sequences of a step.
 _MOST_TOKENS, _MOST_SEQUENCES = 8192, 250
-# What the logits of a step may take, and of the cap; a token's are there twice.
+# Memory for the logits of a step: bytes, or 1 / _LOGITS_SHARE of the cap. Logits are stored twice.
 _LOGITS_BYTES, _LOGITS_SHARE = 1 << 30, 8
-# The node of the route hook: the weights of a layer's experts as they will be used [T, k, 1].
+# The graph node of the route hook: the gate weights of a layer [T, k, 1].
 _ROUTED = "moe_edge_route"
-# What of its own a process has that begins to load a model, as a chat does. One that has read
-# before has more: malloc keeps what was given back.
+# Private memory of a process before it loads a model. A process that has read before has more,
+# because malloc keeps freed memory.
 _OWN_BYTES = 38 << 20
 
-# Called for each layer of a step: writes tiers, and says which of the experts of each token are
-# skipped, bool [T, k], None for none.
+# Called for each layer of a step. It sets tiers, and returns which experts each token skips, bool
+# [T, k], or None.
 Change = Callable[[RouteEvent, DecisionBuffer], np.ndarray | None]
-# Gets (layer, kind, product of a layer's experts) once it is computed.
+# Called with (layer, kind, matrix product of a layer's experts) after it is computed.
 Seen = Callable[[int, int, Node], None]
 
 
 class Step(NamedTuple):
-    """Some windows that were read at once. windows: their numbers; the sequences of its events are
-    called 0, 1, ... in this order. of: int [n], the place in `windows` of each token with logits;
-    logits: float32 [n, n_vocab] in the order of the text, valid until the next step."""
+    """Windows that were read in one step.
+
+    - windows: their indices. In route events, the sequences 0, 1, ... are these windows in order.
+    - of: int [n], the index into `windows` of each token with logits.
+    - logits: float32 [n, n_vocab] in the order of the text, valid until the next step.
+    """
 
     windows: list[int]
     of: np.ndarray
@@ -56,10 +60,10 @@ class Step(NamedTuple):
 
 
 class TextReader(Closing):
-    """A model for one text. Free it with close.
+    """A model that reads one text repeatedly. Free it with close.
 
-    steps: the numbers of the windows of each step; reading: of the one that runs. scored: bool [n]
-    of each window, which of its tokens have logits.
+    - steps: indices of the windows of each step. reading: those of the current step.
+    - scored: bool [n] for each window, the tokens with logits.
     """
 
     def __init__(
@@ -71,9 +75,12 @@ class TextReader(Closing):
         low: str | None = None,
         scored: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """low: the tier that experts may be lowered to; scored: the tokens to choose from, as an
-        earlier reader had them. Raises BudgetError naming the smallest cap that works, and what a
-        model raises."""
+        """Load the model with the largest steps that fit in memory.
+
+        `low` is a tier that experts may be lowered to. `scored` restricts the tokens with logits to
+        those of an earlier reader. Raises BudgetError with the smallest cap that suffices, and the
+        exceptions of loading a model.
+        """
         self._windows = windows
         with ExpertModel.open(path) as model:
             n_vocab = vocabulary_size(model)
@@ -86,7 +93,7 @@ class TextReader(Closing):
             sizes.append(max(longest, sizes[-1] // 2))
         if scored is None:
             scored = _scored(windows, logits_bytes // (8 * n_vocab))
-        # At last one window at a time, with logits of a token each: what works in the least memory.
+        # The last attempt needs the least memory: one window per step, with logits of one token.
         last = [np.arange(len(each)) == np.flatnonzero(each)[-1] for each in scored]
         tried = [*((size, scored) for size in sizes), (longest, last)]
         more: dict[str, Any] = {"logits_all": False}
@@ -102,9 +109,9 @@ class TextReader(Closing):
                 more["sequences"] = max(map(len, self.steps))
                 own = window_of(size) + 8 * n_vocab * outputs
                 own += max(0, private_bytes() - _OWN_BYTES)
-                room = None if ram is None else CalibrationRoom(ram, own)
+                budget = None if ram is None else CalibrationBudget(ram, own)
                 try:
-                    loaded, self._driver = load_within(stack, path, size, threads, room, **more)
+                    loaded, self._driver = load_within(stack, path, size, threads, budget, **more)
                     break
                 except BudgetError:
                     if self.scored is not scored:
@@ -125,8 +132,11 @@ class TextReader(Closing):
             self._observer.owned = stack.pop_all()
 
     def read(self, change: Change, seen: Seen | None = None, masks: bool = False) -> Iterator[Step]:
-        """One pass over the text. masks: change skips experts of single tokens. Raises as
-        Observer.read_each does, and what change and seen raise."""
+        """Read the text once, and yield its steps.
+
+        `masks` says that `change` may skip experts of single tokens. Raises as Observer.read_each
+        does, and the exceptions of `change` and `seen`.
+        """
         self._change, self._seen, self._masks = change, seen, masks
         for numbers in self.steps:
             self.reading = numbers
@@ -155,12 +165,12 @@ class TextReader(Closing):
             self._seen(*product, node)
 
     def close(self) -> None:
-        """Frees the context and the model; safe to call twice."""
+        """Free the context and the model. Safe to call twice."""
         self._observer.close()
 
 
 def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Numbers of windows of at most so many tokens in all."""
+    """Group the windows into steps of at most `size` tokens. Yields their indices."""
     step: list[int] = []
     left = size
     for number, window in enumerate(windows):
@@ -173,7 +183,7 @@ def _steps(windows: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
 
 
 def _scored(windows: Sequence[Sequence[int]], most: int) -> list[np.ndarray]:
-    """Which tokens of each window are to have logits, about `most` in all, evenly: one at least."""
+    """Choose tokens with logits, evenly spread: about `most` in total, at least one per window."""
     n = sum(map(len, windows))
     every = max(1, -(-n // max(1, most)))
     found = []

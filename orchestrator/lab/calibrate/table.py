@@ -1,21 +1,25 @@
-"""The loss table of a model: measured in one pass over a text, and made nats of in some more. What
-is done is kept until all of it is, so that an interrupted run goes on.
+"""Measures a model's loss table, and fits the factors that convert it to KL divergence.
 
-The factors that make nats of a loss table: what lowering experts does to a model's answers.
+The errors of the experts are measured in one pass over a text, and the factors in several more.
+Each pass is saved when it is done, so that an interrupted run can continue.
 
-The model reads the text once in its best tier, and then again with a loss in it, a pass for each
-kind of it: experts skipped, drawn for each pair of a token and an expert, in one part of the depth,
-which is another one in each window; skipped in all layers; and lowered in all layers, drawn for
-each expert and step, in one tier after the other. Windows differ by up to eight times in how easily
-their answers move, whatever moves them, so that each has a sensitivity of its own c: with the
-factors f of the parts,
+The first pass reads the text in the best tier. Each further pass reads it with one kind of loss:
+
+- experts skipped in one part of the depth, which differs between windows. They are drawn for each
+pair of a token and an expert.
+- experts skipped in all layers.
+- experts lowered to one tier in all layers, one pass per tier. They are drawn for each expert and
+step.
+
+The sensitivity of a window to any loss varies by up to a factor of eight. Each window therefore has
+its own sensitivity c. With a factor f for each part of the depth,
 
     KL of a window = c * sum of f g^2 L over its parts.
 
-The passes with skipping give f and c by turns; the mean of c is the scale. A tier has a scale of
-its own beside that, since large moves change answers less than in proportion. A token's first
-expert is never skipped, as no policy skips it: that costs more than the losses of the others
-foretell.
+The passes with skipped experts give f and c by alternating estimates. The mean of c is the scale.
+Each tier has another scale, because large losses change answers less than proportionally. The top
+expert of a token is never skipped, because no policy skips it, and skipping it costs more than the
+other experts' losses suggest.
 """
 
 from __future__ import annotations
@@ -51,27 +55,29 @@ from orchestrator.lab.eval.judge import Reference
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.runtime.evaluator import log_softmax
 
-# Shares of the experts that are lowered, and skipped in a part and in all layers. Small moves cost
-# more than in proportion, so that the last one, which sets the scale, moves answers by about the
-# usual --max-loss: the demo by 0.01 nats a token.
+# Fractions of the experts that are lowered, skipped in one part, and skipped in all layers. Small
+# losses change answers more than proportionally. The last fraction determines the scale, so it
+# causes about the usual --max-loss: 0.01 nats per token for the demo.
 _LOWERED, _ALONE, _SKIPPED = 0.5, 0.25, 0.02
-# Parts of the depth with a factor of their own, layers of about as many each.
+# Number of parts of the depth, each with its own factor and about as many layers.
 _PARTS = 8
 _TURNS = 32
 _SEED = 1
 _DRAWS = 1000
-# Of how much windows lose of what the factors say, these quantiles: the least and the most that a
-# text is expected to lose.
+# Quantiles of a window's measured loss / estimated loss. They bound the expected loss of a text.
 _TEXTS = (0.1, 0.9)
 
-# Passes beside those of the lower tiers.
+# Names of the passes with skipped experts. The others have the names of tiers.
 PARTS, ALL = "skip in parts", "skip"
 
 
 class Moved(NamedTuple):
-    """What a pass did to n windows. kl: float64 [n], the mean KL of a token; lost: float64 [n,
-    n_layers], the mean g^2 L of a token in each layer; surprise: float64 [n], the mean surprise of
-    a use."""
+    """The effect of a pass on n windows.
+
+    - kl float64 [n]: mean KL divergence per token.
+    - lost float64 [n, n_layers]: mean g^2 L per token and layer.
+    - surprise float64 [n]: mean surprise per use of an expert.
+    """
 
     kl: np.ndarray
     lost: np.ndarray
@@ -79,12 +85,14 @@ class Moved(NamedTuple):
 
 
 def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(name, the tier that experts are lowered to, None for skipping) of each."""
+    """Return (name, tier that experts are lowered to) of each pass. None skips experts."""
     return [*((name, None) for name in (PARTS, ALL)), *((tier, tier) for tier in tiers[1:])]
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """The part of the depth that each layer belongs to, int [n_layers]: no more than windows."""
+    """Return the part of the depth of each layer, int [n_layers]. There are at most n_windows
+    parts.
+    """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
 
@@ -97,9 +105,11 @@ def moved(
     against: Reference,
     progress: Progress,
 ) -> Moved:
-    """One pass. costs: float64 [n_layers, n_expert], what an expert loses in the pass with a gate
-    weight of 1, without factors. unusual: the surprise of a use of each expert, of the same
-    shape."""
+    """Run one pass.
+
+    `costs` float64 [n_layers, n_expert] is each expert's loss in this pass at gate weight 1, before
+    the factors. `unusual` has the same shape and is the surprise of one use of each expert.
+    """
     n_layers, n_windows = len(costs), len(reader.scored)
     part = parts_of(n_layers, n_windows)
     n_parts = int(part[-1]) + 1
@@ -142,8 +152,12 @@ def moved(
 
 
 def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np.ndarray) -> Fit:
-    """tiers: of the file, best first; found: by the names of `passes`; weights: float64 [n], the
-    tokens of each window. Raises ConfigError where nothing moves."""
+    """Fit the factors and scales to the passes.
+
+    `tiers` are those of the file, best first. `found` maps the names of `passes` to results.
+    `weights` float64 [n] are the token counts of the windows. Raises ConfigError if the losses
+    change nothing.
+    """
     n_layers = found[ALL].lost.shape[1]
     part = parts_of(n_layers, len(weights))
     n_parts = int(part[-1]) + 1
@@ -162,9 +176,9 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
         tells = (of_part > 0) & (foreseen > 0)
         if not (tells.any() and (found[ALL].kl > 0).all()):
             raise ConfigError(
-                "the model says the same in every precision, or the text is too short"
+                "the losses do not change the model's output, or the text is too short"
             )
-        # A part of which a short text says nothing is like the others.
+        # A part without data from a short text gets the common factor.
         usual = of_part[tells].sum() / foreseen[tells].sum()
         factors = np.where(tells, of_part / np.where(tells, foreseen, 1), usual)
     factors = factors * float(weights @ found[ALL].kl) / float(weights @ (every @ factors))
@@ -173,10 +187,10 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
     for tier in tiers[1:]:
         foreseen_kl = float(weights @ (by_part(found[tier].lost) @ factors))
         scales[tier] = float(weights @ found[tier].kl) / max(foreseen_kl, 1e-300)
-    # The best tier loses nothing, or as little as the next one.
+    # The best tier has no loss, or is scaled like the next one.
     scales = {tiers[0]: next(iter(scales.values()), 1.0), **scales, SKIP_TIER: 1.0}
     if not all(0 < each < np.inf for each in (*factors, *scales.values())):
-        raise ConfigError("the model says the same in every precision, or the text is too short")
+        raise ConfigError("the losses do not change the model's output, or the text is too short")
     of_windows = found[ALL].kl / (every @ factors)
     low, high = np.quantile(of_windows, _TEXTS).tolist()
     surprise, margin = found[ALL].surprise, found[ALL].surprise.std()
@@ -193,8 +207,10 @@ def fitted(tiers: Sequence[str], found: dict[str, Moved], text: str, weights: np
 
 
 def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
-    """The standard error of log(sum of measured / sum of foreseen) over windows [n], drawn anew
-    again and again; the draws have a seed of their own."""
+    """Return the standard error of log(sum of measured / sum of foreseen) over windows [n].
+
+    It is a bootstrap with a fixed seed.
+    """
     n = len(measured)
     drawn = np.random.default_rng(_SEED).integers(0, n, (_DRAWS, n))
     return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
@@ -202,25 +218,28 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
 
 Report = Callable[[str, float], None]
 
-# Tokens of the text that are read where no number is asked for, and of a window.
+# Default number of tokens of the text, and the size of a window.
 TOKENS, WINDOW = 8192, ROUTING_TOKENS
 _FORM = 4
 
 
 class Kept:
-    """What a calibration has done, in the user cache; of one at a time for each model: passes by
-    their names, and "scored", bool [n] of each window: the tokens that `rows` are of.
+    """The saved state of an interrupted calibration, in the user cache, one per model.
 
-    went_on: something of it had been done before.
+    It has the finished passes by name, and "scored", bool [n] per window: the tokens whose
+    log-probabilities are in `rows`. went_on is True if an earlier run had saved something.
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
-        """asked: whatever its numbers depend on. Raises OSError."""
+        """Open the state. It is discarded if `asked`, the inputs of the calibration, has changed.
+
+        Raises OSError.
+        """
         self.folder = cached_path(model, "calibrating").with_suffix("")
         key = json.dumps({"form": _FORM, "model": identity(model), **asked}, sort_keys=True)
         known = self.folder / "asked.json"
         is_same = known.exists() and known.read_text("utf-8") == key
-        self.went_on = is_same and self.table.exists()  # which is the first that is done
+        self.went_on = is_same and self.table.exists()  # the table is saved first
         if not is_same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
@@ -229,7 +248,9 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """The table without factors, once it is measured; `rows` has the best tier's word then."""
+        """Path of the table without factors. Once it exists, `rows` has the best tier's
+        log-probabilities.
+        """
         return self.folder / "table.json"
 
     @property
@@ -239,7 +260,7 @@ class Kept:
         return path
 
     def arrays(self, name: str) -> dict[str, np.ndarray]:
-        """What was kept by this name, nothing where there was none."""
+        """Return the arrays saved under this name, {} if there are none."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return {}
@@ -252,8 +273,10 @@ class Kept:
 
 
 def read_windows(method: Method, path: Path) -> Calibration:
-    """The text of a calibration for this model, its documents one behind the other in windows of
-    one length: what is read at once has to have as many tokens of each."""
+    """Return a calibration's text for this model, its documents concatenated and cut into windows.
+
+    All windows have the same length, because windows of one step need equal numbers of tokens.
+    """
     if method.calib is None:
         raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     words = Model(
@@ -276,9 +299,11 @@ def measure_losses(
     report: Report,
     note: Callable[[str], None],
 ) -> LossTable:
-    """Measures the loss table of a file's tiers and of other types, quantized by a method from
-    the reference (None: the file's best tier), and writes it. report gets what is being done, and
-    its share."""
+    """Measure and write the loss table of a file's tiers and of further types.
+
+    The types are quantized by `method` from `reference`; None uses the file's best tier. `report`
+    is called with (activity, completed fraction); `note` receives messages for the user.
+    """
     text = read_windows(method, source)
     asked = {
         "text": text.summary(),
@@ -291,7 +316,7 @@ def measure_losses(
         kept = Kept(model, asked)
         tiers = [tier.name for tier in model.tiers]
         if kept.went_on:
-            note(f"It went on from what an interrupted run had done ({kept.folder}).")
+            note(f"Continued the interrupted run saved in {kept.folder}.")
         run = _Run(method, model, text, kept, report)
         if not kept.table.exists():
             save(kept.table, model, run.measured(reference, types, note))
@@ -299,8 +324,8 @@ def measure_losses(
         try:
             table = replace(table, fit=run.fit(table, tiers))
         except (BudgetError, ConfigError, NativeError) as error:
-            note(f"The table has no factor that makes KL of its losses: {error}")
-        # The table is written once and last, so that an interruption leaves none.
+            note(f"The table cannot convert its losses to KL divergence: {error}")
+        # The table is written last, so that an interrupted run leaves no incomplete table.
         save(out, model, table)
         shutil.rmtree(kept.folder, ignore_errors=True)
     return table
@@ -319,8 +344,8 @@ class _Run:
     def measured(
         self, reference: Path | None, types: Sequence[str], note: Callable[[str], None]
     ) -> LossTable:
-        """The table without factors. Beside it, what the best tier says of the text."""
-        # The text is for the losses, too; rtn itself has no use for it.
+        """Return the table without factors, and save the best tier's log-probabilities."""
+        # rtn does not use the text, but the measurement of the losses does.
         method, model, path = self._method, self._model, reference or self._model.path
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
         with ExitStack() as stack:
@@ -332,7 +357,7 @@ class _Run:
             ) or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
-            # Inputs are kept where any of them differs from full precision.
+            # Inputs are needed only if some precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
             self._say(path, sums)
@@ -343,7 +368,7 @@ class _Run:
             )
 
     def _say(self, path: Path, sums: OutputSums | None) -> None:
-        """Reads the text in a file's best tier, and keeps what it says."""
+        """Read the text in a file's best tier, and save its log-probabilities."""
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:
             self._kept.keep("scored", {str(n): each for n, each in enumerate(reader.scored)})
@@ -360,7 +385,10 @@ class _Run:
             rows.close()
 
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
-        """Raises ConfigError where nothing can be compared, and what a model raises."""
+        """Run the passes and fit the factors.
+
+        Raises ConfigError if nothing can be compared, and the exceptions of loading a model.
+        """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
         todo, found = passes(tiers), {}
         for number, (name, tier) in enumerate(todo):
@@ -392,7 +420,7 @@ class _Run:
             TextReader(self._model.path, windows, self._threads, ram, tier, known) as reader,
             Reference(n_rows, n_vocab, self._kept.rows) as whole,
         ):
-            # Memory may be less than it was when the rows were kept.
+            # There may be less memory, and thus fewer scored tokens, than when the rows were saved.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
             against = whole.part(np.flatnonzero(chosen))
             return moved(reader, name, costs, surprise(table.counts), against, progress)

@@ -99,7 +99,7 @@ def _words(words: dict[str, Any] | None) -> list[str]:
     if words is None:
         return []
     kept = words["samples"] - len(words["lost"])
-    own = "the file's own" if words["template"] else "none in the file, ChatML"
+    own = "the file's own" if words["template"] else "ChatML (the file has none)"
     rendered = words["rendered"]
     does = "fails" if rendered is None else f"renders a conversation to {rendered} tokens"
     return [

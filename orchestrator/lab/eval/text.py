@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 
 # Upper bound of the characters per token; limits how much of a file is read for n tokens.
 TOKEN_CHARACTERS = 64
-# Tokens this far before the place where a text was cut do not depend on the cut.
+# Tokens at least this far before a cut of the text do not depend on the cut.
 _CUT_TOKENS = 256
 
 

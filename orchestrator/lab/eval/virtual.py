@@ -102,7 +102,7 @@ class VirtualStore(Closing):
         }
 
     def _decide(self, event: RouteEvent) -> None:
-        """Run the policy in virtual time. A request is served by a better copy if one is in memory."""
+        """Run the policy in virtual time. Requests use a better copy if one is in memory."""
         self._driver.on_route(event)
         tiers = self._store.decision.tier_array
         resident = self._store.view.resident_array[event.layer]

@@ -92,7 +92,7 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
 
     The optimum keeps the experts whose next use is soonest, among those in the cache and those just
     requested. This is exact, because it keeps the largest set of intervals between two uses of an
-    expert such that no point in time lies in more than C of them.
+    expert of which at most C (the number of slots) overlap at any time.
 
     All assumptions favor the optimum. It knows the whole trace. The slots of one matrix kind and
     slot size form one pool, even if the plan groups them differently. An expert may be evicted

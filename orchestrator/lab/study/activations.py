@@ -12,7 +12,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.errors import NativeError
 from orchestrator.lab.calibrate.measure import tensor
 from orchestrator.lab.eval.text import Window
-from orchestrator.lab.observe import CalibrationRoom, Node, observe
+from orchestrator.lab.observe import CalibrationBudget, Node, observe
 from orchestrator.lab.study.subject import Subject
 
 _NAME = re.compile(r"([a-z_]+)-(\d+)")
@@ -79,13 +79,13 @@ def activations_of(
     Raises GGUFError or BudgetError, and NativeError if the model's graph has none of the names.
     """
     found: Activations = {}
-    longest, room = max(map(len, texts)), None
+    longest, budget = max(map(len, texts)), None
     if ram is not None:
         with ExpertModel.open(path) as model:
             width = 3 * model.hparams.embedding_length + model.n_expert
             width += (1 + len(GATES)) * model.n_expert_used
             own = _COPIES * 4 * longest * width * len(model.layer_ids)
-        room = CalibrationRoom(ram, own, "the study's activations")
+        budget = CalibrationBudget(ram, own, "the study's activations")
 
     def place(node: Node) -> tuple[str, int] | None:
         match = _NAME.fullmatch(node.name)
@@ -96,7 +96,7 @@ def activations_of(
             found[key] = node.array()
 
     with observe(
-        path, longest, threads, lambda node: place(node) is not None, keep, room
+        path, longest, threads, lambda node: place(node) is not None, keep, budget
     ) as reader:
         for tokens in texts:
             found.clear()

@@ -143,5 +143,5 @@ def test_rows_keep_any_magnitude(tmp_path):
     assert (np.abs(found - values) <= 2**-11 * np.abs(values) + 2**-24 * largest).all()
     assert np.array_equal(rows.take(np.array([3])), found[1, 1:])
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"none: no room for activations: No such file"):
+    with pytest.raises(ConfigError, match=r"none: no free space for activations: No such file"):
         Rows(tmp_path / "none", 6, (2, 40))

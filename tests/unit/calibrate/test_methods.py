@@ -161,14 +161,14 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "magic"), "--method magic: unknown; there are rtn, imatrix"),
-        (("--calib", "TEXT"), "--calib does nothing for --method rtn"),
-        (("--method", "rtn", "--imatrix", "TEXT"), "--imatrix does nothing for --method rtn"),
+        (("--method", "magic"), "--method magic is unknown: choose one of rtn, imatrix"),
+        (("--calib", "TEXT"), "--calib has no effect with --method rtn"),
+        (("--method", "rtn", "--imatrix", "TEXT"), "--imatrix has no effect with --method rtn"),
         (("--method", "imatrix"), "needs either --calib TEXT or --imatrix FILE"),
         (("--calib", "TEXT", "--imatrix", "TEXT"), "needs either --calib TEXT or --imatrix FILE"),
         (("--imatrix", "TEXT"), "neither a GGUF nor an importance matrix"),
         (("--method", "imatrix", "--calib", "none.txt"), "none.txt: No such file"),
-        (("--method", "gptq"), "gptq needs --calib TEXT, and takes no --imatrix"),
+        (("--method", "gptq"), "gptq needs --calib TEXT and cannot be used with --imatrix"),
         (("--method", "gptq", "--imatrix", "TEXT"), "gptq needs --calib TEXT, and takes no --im"),
     ],
 )

@@ -176,7 +176,7 @@ def test_a_layer_out_of_its_turn(torch, small, text, ggml):
         values = np.zeros((4, 256), np.float32)
         quantizer.quantize(1, GATE, 0, values, GGMLType.Q2_K)
         for layer in (0, 2):
-            with pytest.raises(QuantizeError, match=f"layer {layer} was not asked for in its turn"):
+            with pytest.raises(QuantizeError, match=f"layer {layer} was requested out of order"):
                 quantizer.quantize(layer, GATE, 0, values, GGMLType.Q2_K)
 
 

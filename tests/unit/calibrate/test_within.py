@@ -12,7 +12,7 @@ from gguf_tools.pack import pack
 from orchestrator.cli.main import cli
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.calibrate.capture import Capture
-from orchestrator.lab.observe import CalibrationRoom
+from orchestrator.lab.observe import CalibrationBudget
 from orchestrator.settings import parse_size
 
 TEXT = "Once upon a time an owl lived in an oak, and it was never at home. " * 40
@@ -20,13 +20,13 @@ OWN = 1 << 20
 WINDOWS = [[int(t) for t in row] for row in np.random.default_rng(2).integers(0, 250, (2, 96))]
 
 
-def seen_in(path, room):
+def seen_in(path, budget):
     found = {}
 
     def keep(layer, number, seen):
         found[layer, number] = seen
 
-    with Capture(path, threads=1, room=room) as capture:
+    with Capture(path, threads=1, budget=budget) as capture:
         capture.read(WINDOWS, range(3), keep)
     return found
 
@@ -34,7 +34,7 @@ def seen_in(path, room):
 def least(path):
     """The smallest cap that works."""
     with pytest.raises(BudgetError) as caught:
-        seen_in(path, CalibrationRoom(OWN + 1, OWN))
+        seen_in(path, CalibrationBudget(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
@@ -42,8 +42,8 @@ def test_what_is_seen_is_the_same(model):
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
-        seen_in(model, CalibrationRoom(small - 1, OWN))
-    plain, within = seen_in(model, None), seen_in(model, CalibrationRoom(small, OWN))
+        seen_in(model, CalibrationBudget(small - 1, OWN))
+    plain, within = seen_in(model, None), seen_in(model, CalibrationBudget(small, OWN))
     assert plain.keys() == within.keys()
     for key, whole in plain.items():
         for one, other in zip(whole, within[key], strict=True):
@@ -62,7 +62,7 @@ def test_a_damaged_expert_is_named(model, tmp_path):
         data[down.offset + expert * down.expert_bytes] ^= 1
     path.write_bytes(data)
     with pytest.raises(MoeEdgeError, match=r"blk\.1\.ffn_down_exps.*damaged"):
-        seen_in(path, CalibrationRoom(small, OWN))
+        seen_in(path, CalibrationBudget(small, OWN))
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
@@ -78,7 +78,7 @@ def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
     assert (
         result.stderr.strip()
         .splitlines()[-1]
-        .startswith("Error: --ram 20 MiB is too little: the smallest that works here is ")
+        .startswith("Error: --ram 20 MiB is too small. The minimum is ")
     )
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
@@ -108,6 +108,6 @@ def test_the_cap_that_is_named_works(model, tmp_path, command):
         done = CliRunner().invoke(cli, [*args, f"--ram={named[-1]}"])
         if done.exit_code == 0:
             break
-        named += re.findall(r"the smallest that works here is ([\d.]+ \w+)", done.stderr)
+        named += re.findall(r"The minimum is ([\d.]+ \w+)", done.stderr)
     assert done.exit_code == 0, done.stderr
     assert parse_size(named[-1]) < 1.05 * parse_size(named[1])

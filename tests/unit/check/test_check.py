@@ -77,7 +77,9 @@ def test_a_good_model(model, tmp_path):
     ]
     assert report["words"]["lost"] == [] and report["words"]["rendered"] > 20
     text = render(report)
-    assert "Good: every run equals llama.cpp bit for bit" in text and "chat template: ChatML" in text
+    assert (
+        "Good: every run equals llama.cpp bit for bit" in text and "chat template: ChatML" in text
+    )
     cells = text.splitlines()[-1].strip("| ").split(" | ")
     assert len(cells) == 7 and cells[0] == report["model"] and cells[-1] == "0.1.0"
     assert cells[4].endswith(" s of 251") and cells[5] == "all in memory"

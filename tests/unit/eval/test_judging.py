@@ -139,7 +139,10 @@ ERRORS = [
     (["--text", "x", "--window", "2"], "--window must be 8 or more"),
     (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is another name of --max-to"),
     (["--text", "x", "--out", "d"], "--out is where a study writes"),
-    (["--text", "x", "--study", "nonsense", "--out", "d"], "unknown study 'nonsense'; known: acc"),
+    (
+        ["--text", "x", "--study", "nonsense", "--out", "d"],
+        "unknown study 'nonsense': choose one of acc",
+    ),
     (["--text", "x", "--study", "depth"], "give --out DIR"),
 ]
 

@@ -38,7 +38,7 @@ def test_studies_are_listed_by_paper():
     listed = "; ".join(studies_by_paper())
     assert listed.count("(DyMoE)") == listed.count("(DynaExq)") == 1
     assert all(name in listed for name in STUDIES)
-    with pytest.raises(ConfigError, match="unknown study 'x'; known: accuracy, "):
+    with pytest.raises(ConfigError, match="unknown study 'x': choose one of accuracy, "):
         load(STUDIES, "x")
 
 

@@ -160,7 +160,7 @@ def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "memory_folders", lambda: [tmp_path / "missing"])
     with host.memory_group(2**20) as group:
         assert isinstance(group, str)
-        assert "could not be made" in group
+        assert "cannot be created" in group
 
 
 def test_a_real_memory_group_holds_its_limit():
@@ -206,10 +206,10 @@ def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch, tmp
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("kill -ILL $$", "the process died of SIGILL"),
-        ("kill -KILL $$", "the process was killed, as the kernel does where memory is short"),
+        ("kill -ILL $$", "the process was ended by SIGILL"),
+        ("kill -KILL $$", "the process was killed (SIGKILL), probably because memory ran out"),
         ("echo 'no such thing' >&2; exit 3", "the process failed: no such thing"),
-        ("exec sleep 60", "still not done after 0 s"),
+        ("exec sleep 60", "the process exceeded its time limit of 0 s"),
     ],
 )
 def test_a_child_that_does_not_answer_is_reported(monkeypatch, tmp_path, line, said):

@@ -12,21 +12,21 @@ from orchestrator.lab.bench.gpu import (
     UPSTREAM,
     UPSTREAM_CPU,
     UPSTREAM_ON_GPU,
+    FixedMemory,
     Gpu,
     GpuOptions,
-    Room,
 )
 from orchestrator.runtime.load import SPARE_BYTES
 
 MIB, GIB = 2**20, 2**30
-ROOM = Room(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)
+FIXED = FixedMemory(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)
 
 
 def test_upstream_keeps_what_does_not_fit_on_the_cpu():
     """Upstream takes 1 GiB less for itself than ours does: it may keep one layer more."""
-    assert [ROOM.vram_bytes(share) for share in (0.25, 0.5)] == [4 * GIB, 6 * GIB]
-    assert [ROOM.cpu_moe(share) for share in (0.01, 0.25, 0.5, 0.99)] == [7, 5, 3, 0]
-    larger = Room(ours=GIB, theirs=3 * GIB, layers=(GIB,) * 8)
+    assert [FIXED.vram_bytes(share) for share in (0.25, 0.5)] == [4 * GIB, 6 * GIB]
+    assert [FIXED.cpu_moe(share) for share in (0.01, 0.25, 0.5, 0.99)] == [7, 5, 3, 0]
+    larger = FixedMemory(ours=GIB, theirs=3 * GIB, layers=(GIB,) * 8)
     assert (larger.vram_bytes(0.1), larger.cpu_moe(0.1)) == (3 * GIB + int(0.8 * GIB), 8)
 
 
@@ -53,11 +53,11 @@ def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
         return {"memory": {"llama": 400 * MIB + on_gpu, "used": 450 * MIB + on_gpu + kernels}}
 
     monkeypatch.setattr(loop, "measure", measure)
-    loop.measure_room(1)
+    loop.measure_fixed_memory(1)
     ours = 500 if kernels else 600
-    assert loop.room.ours == ours * MIB + kernels + SPARE_BYTES
-    assert loop.room.theirs == 450 * MIB + kernels + SPARE_BYTES
-    assert loop.room.vram_bytes(0.5) == loop.room.ours + 2 * GIB
+    assert loop.fixed_memory.ours == ours * MIB + kernels + SPARE_BYTES
+    assert loop.fixed_memory.theirs == 450 * MIB + kernels + SPARE_BYTES
+    assert loop.fixed_memory.vram_bytes(0.5) == loop.fixed_memory.ours + 2 * GIB
     assert asked[0]["low_tier"] and asked[0]["prefetch"] == "on" and asked[1]["gpu"] == 1
 
 
@@ -107,7 +107,7 @@ def measured(**store):
 def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bound, by):
     runs = [measured(**store)]
     made = Gpu()
-    made.room = SimpleNamespace(vram_bytes=lambda share: 4 * MIB)
+    made.fixed_memory = SimpleNamespace(vram_bytes=lambda share: 4 * MIB)
     made.model = SimpleNamespace(n_layers=2)
     rows = [
         row(MANAGED_ON_GPU, None, "reference", [2.0], [100.0]),

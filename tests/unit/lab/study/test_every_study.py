@@ -192,7 +192,10 @@ def check_quality(row):
     [
         (["--study", "memory", "--uniform", "iq2_xxs"], "give --calib TEXT"),
         (["--study", "memory", "--uniform", "q9_k"], "unknown tier q9_k"),
-        (["--study", "depth", "--uniform", "q3_k"], "--uniform and --calib have no effect on the study depth"),
+        (
+            ["--study", "depth", "--uniform", "q3_k"],
+            "--uniform and --calib have no effect on the study depth",
+        ),
         (["--uniform", "q3_k"], "need --study memory or --study equal"),
     ],
 )

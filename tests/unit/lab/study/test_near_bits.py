@@ -18,4 +18,6 @@ def test_settings_are_for_the_studies_that_name_their_policy(model, text):
     options = ["eval", "-m", str(model), "--text", str(text), "--study", "depth", "--out", "o"]
     result = CliRunner().invoke(cli, [*options, "--near-bits", "3"])
     assert result.exit_code == 1
-    assert "--near-bits has no effect on the study depth: it is a setting of context" in result.stderr
+    assert (
+        "--near-bits has no effect on the study depth: it is a setting of context" in result.stderr
+    )

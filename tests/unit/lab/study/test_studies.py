@@ -128,7 +128,7 @@ def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--policy", "lru"], "leave out --policy"),
+        (["--policy", "lru"], "--study cannot be combined with --policy"),
         (["--retention", "0.5"], "leave out --retention"),
         (["--reuse"], "--study cannot be combined with --prefill"),
     ],
