@@ -46,7 +46,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
     (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be texts that are not empty"),
     (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
-    (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000: capped at"),
+    (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000 is capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
     # A pipe gets the text as the model said it.
@@ -61,7 +61,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
         "Error: there is no prompt: give -p TEXT or text on stdin, or use a terminal\n",
     ),
     (["-p", " "], None, 2, "", "Error: the prompt is empty\n"),
-    (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
+    (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write 6GiB"),
     (["-p", "x", "--ram", "5"], None, 2, "", "the size '5' has no unit: write 5GiB"),
     ([], "\ufeffhello\n", 0, "Hi there!\n", ""),
     (["-p", "caf\udce9"], None, 2, "", "the prompt of -p is not UTF-8"),
@@ -198,7 +198,7 @@ def test_json_has_the_reasoning(opened):
 
 @cases(
     "options, file, said",
-    (["-p", "x", "--schema", "f"], "{", "--schema f: it is not JSON"),
+    (["-p", "x", "--schema", "f"], "{", "--schema f: the file is not JSON"),
     (["-p", "x", "--schema", "f"], "[]", "--schema f: a JSON schema must be an object"),
     (["-p", "x", "--schema", "f", "--grammar", "f"], "{}", "give only one"),
     (["-p", "x", "--schema", "f"], '{"properties": {"a": {"$ref": "#/b"}}}', "--schema f: "),

@@ -60,7 +60,7 @@ def test_what_makes_no_sense_is_refused(words, said):
 @cases(
     "words, said",
     ("bench --caps much", "'--caps': 'much' is no list of percentages"),
-    ("bench --runs 3 ablation", "--runs comes after the command"),
+    ("bench --runs 3 ablation", "--runs must follow the subcommand"),
     ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
     ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
     ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
@@ -122,8 +122,9 @@ def test_a_table_beside_a_model_that_cannot_be_written_names_out(tmp_path, monke
     monkeypatch.setattr("orchestrator.cache.files.check_target", read_only)
     said = refused("calibrate", DEMO.with_name("other.gguf"), "--calib", __file__)
     assert said.endswith(
-        "other.gguf.calib.json: Read-only file system: the loss table belongs next to the model. Write "
-        "it elsewhere with --out FILE, and name it with --losses FILE when the model runs"
+        "other.gguf.calib.json: Read-only file system: the loss table belongs next to the model. "
+        "Write it to another place with --out FILE, and name it with --losses FILE when you run "
+        "the model"
     )
     named = refused("calibrate", DEMO, "--calib", __file__, "--out", tmp_path / "t.json")
     assert named == f"Error: {tmp_path / 't.json'}: Read-only file system"

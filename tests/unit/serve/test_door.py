@@ -148,14 +148,14 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     (b"\xef\xbb\xbf[]", 400, "JSON object"),
     (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
     (b'{"a": "\\ud800"}', 400, "half a character"),
-    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
+    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 levels deep"),
     (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
     (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
     (with_said(n=2), 400, "--parallel"),
     (with_said(n="two"), 400, "n must be a whole number from 1"),
     (with_said(n=1, n_cmpl=2), 400, "--parallel"),
     # Small values take a hundred times their length in memory and more.
-    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
+    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "more than 10922 JSON values"),
     *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
 def test_bodies_that_cannot_be_served(body, status, says):

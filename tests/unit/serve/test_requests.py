@@ -145,7 +145,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
         for wrong in (-1, 2**31, True)
     ],
     # More than is computed for one request.
-    (CHAT, {"x": nested(MOST_DEPTH)}, "nests more than 100 deep"),
+    (CHAT, {"x": nested(MOST_DEPTH)}, "nested more than 100 levels deep"),
     (CHAT, {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
     (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
     # A token that the model does not have.
@@ -197,16 +197,16 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (RESPONSES, {"conversation": "conv_1"}, "conversation"),
     (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "runs no tools"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "cannot run tools"),
     (MESSAGES, said(DOCUMENT), "document"),
     (MESSAGES, said({"type": "tool_result", "content": [DOCUMENT]}), "document"),
     (COUNT, said(DOCUMENT), "document"),
-    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "runs no tools"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "cannot run tools"),
     (MESSAGES, {"mcp_servers": [{"url": "https://mcp.example"}]}, "mcp_servers"),
     # A choice of tools that cannot be met.
     (CHAT, {"tool_choice": "required"}, "has no tools"),
     (CHAT, {"tools": {}, "tool_choice": "auto"}, "tools must be a list"),
-    (CHAT, {"tools": ONE, "tool_choice": choice("b")}, "'b', which is none"),
+    (CHAT, {"tools": ONE, "tool_choice": choice("b")}, "'b', but tools has no"),
     *[
         (CHAT, {"tools": ONE, "tool_choice": wrong}, "must be")
         for wrong in ("sometimes", 3, {"type": "function"}, allowed(3))
