@@ -88,7 +88,7 @@ def test_a_cap_is_for_a_text(model, tmp_path):
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
     assert result.exit_code == 2
-    assert "--ram is for reading a text: give --calib TEXT" in result.stderr
+    assert "--ram needs a text: give --calib TEXT" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])

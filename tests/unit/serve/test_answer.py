@@ -135,7 +135,7 @@ class Exhausted(FakeRequest):
 
     def run(self, ready=-1):
         super().run(ready)
-        raise NativeError("there was no memory for the answer")
+        raise NativeError("there was too little memory for the answer")
 
 
 TOO_LONG = b'{"error": {"message": "too long"}}'
