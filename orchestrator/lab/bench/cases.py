@@ -79,8 +79,9 @@ RESIDENT = (
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """Return upstream with all experts in a smaller type that fits whole, so that nothing
-    misses.
+    """Return upstream with all experts in a smaller type that fits whole.
+
+    Such a case has no misses.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)

@@ -128,8 +128,9 @@ class PairedOptions(BenchOptions):
     rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
-        """Return the settings for the process of a side. Raises ConfigError for an unknown
-        setting.
+        """Return the settings for the process of a side.
+
+        Raises ConfigError for an unknown setting.
         """
         n_ubatch, threads = max(64, self.prompt), self.n_threads
         own = [word for word in words if word != UPSTREAM]

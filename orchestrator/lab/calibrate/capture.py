@@ -185,8 +185,9 @@ class LayerActivations:
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert, ordered by
-        token.
+        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert.
+
+        They are ordered by token.
         """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])

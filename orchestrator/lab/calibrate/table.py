@@ -90,8 +90,9 @@ def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Return the part of the depth of each layer, int [n_layers]. There are at most n_windows
-    parts.
+    """Return the part of the depth of each layer, int [n_layers].
+
+    There are at most n_windows parts.
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -248,8 +249,9 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the table without factors. Once it exists, `rows` has the best tier's
-        log-probabilities.
+        """Path of the table without factors.
+
+        Once it exists, `rows` has the best tier's log-probabilities.
         """
         return self.folder / "table.json"
 

@@ -1,5 +1,7 @@
-"""The runs of a check: llama.cpp's own path, our engine with three memory budgets, and the run that
-the user's options would give.
+"""The runs of a check and their memory budgets.
+
+They are llama.cpp's own path, our engine with three budgets, and the run that the user's options
+would give.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ class CheckJob:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the JSON-ready arguments of Config.build for a config, without settings of an
-    answer.
+    """Return JSON-ready arguments of Config.build that reproduce a config.
+
+    Settings of an answer are left out.
     """
     declared = config.declared().items()
     found = {name: getattr(config, name) for name, each in declared if not each.answer}

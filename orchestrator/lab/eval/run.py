@@ -170,8 +170,7 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the configuration of the same model in tier `best` only, with the default KV cache
-    type.
+    """Return the same configuration in tier `best` only, with the default KV cache type.
 
     The cap on memory stays: fewer slots make the model slower but do not change its output. A cap
     on the expert slots alone is removed, because it belongs to the evaluated policy.
@@ -276,8 +275,9 @@ def read_reference(
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
-    """Return the metrics of one pass over the text. `best` names the tier that it was compared
-    with.
+    """Return the metrics of one pass over the text.
+
+    `best` names the tier that it was compared with.
     """
     result: dict[str, Any] = {
         "tokens": len(scores.nll),

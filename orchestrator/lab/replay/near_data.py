@@ -136,8 +136,7 @@ class PaperModel:
     def prompt_layer_ms(
         self, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
     ) -> tuple[float, np.ndarray]:
-        """Return the time of a prompt's layer, and the experts that were streamed to the GPU, bool
-        [E].
+        """Return a layer's time in a prompt, and the experts streamed to the GPU, bool [E].
 
         `tokens` float64 [E] is the number of tokens per expert; on_gpu is bool [E]. An expert that
         is not on the GPU is either streamed there over the link, or computed in the near-data
@@ -217,9 +216,7 @@ class Sequence:
     ids: np.ndarray
 
     def decode_counts(self) -> np.ndarray:
-        """Return the number of answer tokens routed to each expert, float64 [n_layers,
-        n_expert].
-        """
+        """Return each expert's number of answer tokens, float64 [n_layers, n_expert]."""
         return _by_expert(self.ids, self.counts.shape)
 
 

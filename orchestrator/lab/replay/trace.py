@@ -208,8 +208,9 @@ class Trace:
         ]
 
     def tier_index(self, name: str) -> FileTier:
-        """Return the index of a tier. Raises TraceError, which lists the tiers, if it is
-        unknown.
+        """Return the index of a tier.
+
+        Raises TraceError, which lists the tiers, if it is unknown.
         """
         try:
             return FileTier(self.header.tiers.index(name.lower()))
@@ -243,8 +244,9 @@ class Trace:
         return sums
 
     def restored(self) -> dict[int, list[tuple[int, bytes]]]:
-        """Return the restored sequences and their policy states by the step before which they
-        came.
+        """Return the restored sequences with their policy states.
+
+        The keys are the steps before which they were restored.
         """
         found: dict[int, list[tuple[int, bytes]]] = {}
         at = 0
