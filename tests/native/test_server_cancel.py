@@ -134,7 +134,7 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         opened = held.go_on
         held.hold_where(lambda event: event.layer == 1 and event.n_tokens > 16)
         opened.set()
-        opening.close()
+        whole(opening)
         gone, stays = (0, 1) if cancelled_first else (1, 0)
         assert held.reached.wait(HANG_S)
         requests[gone].cancel()
