@@ -183,8 +183,8 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     Without a model, it prints a table of known models. MODEL may be a file, hf:OWNER/NAME/FILE or a
     URL; only the header of a remote file is read. Then it prints the plans for the model by speed
     and quality loss, and the chosen one. Predictions: milliseconds per token, seconds until the
-    first token, and the KL divergence from the file's best precision in nats per token, if
-    `moe-edge calibrate` has measured it. With --max-loss, `chat` and `serve` use the fastest plan
+    first token, and the KL divergence from the file's best precision in nats per token, if the
+    model has a loss table. The option --max-loss makes `chat` and `serve` use the fastest plan
     within that loss.
     """
     asked = one_name(named, options["model"])

@@ -175,7 +175,7 @@ COMMANDS = [
     ("/set seed -", ["seed -\n"]),
     ("/set max-tokens 100", ["max_tokens 100"]),
     ("/set retention 0.75", ["managed: dymoe r=0.75"]),
-    ("/set", ["min_p 0.5 ", "retention ", "max_tokens 100 ", "Temperature; 0 always takes"]),
+    ("/set", ["min_p 0.5 ", "retention ", "max_tokens 100 ", "Temperature; 0 is greedy"]),
     ("/set temp hot", ["Error: the setting 'temp' must be a number from 0 to 100, not 'hot'"]),
     ("/set temp 101", ["must be 0.0 to 100.0, not 101.0"]),
     ("/set temp -", ["must be a number from 0 to 100, not '-'"]),
