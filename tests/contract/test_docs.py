@@ -264,7 +264,7 @@ DIFFERENCES = {
     "placement at 2 bits": ("EXPERIMENTS.md", "any good placement is slower than none"),
     "Table 2 of FIRM-MoE": (
         "orchestrator/lab/study/firm.py",
-        'Table 2[^"]*n = 2, which is not measured here',
+        'Table 2[^"]*n = 2 is not measured here',
     ),
     "Figure 3, near data": (
         "orchestrator/lab/study/near_data.py",
