@@ -23,7 +23,7 @@ class Case:
     - "upstream": baseline of speeds and bounds; the best one of each cap counts.
     - "reference": our managed path with everything in memory.
     - "low", "fewer": upstream with everything in memory, and low-precision or fewer experts. They
-    give the compute time of a precision mix.
+      give the compute time of a precision mix.
     - "mmap": the baseline of speed-ups over upstream's mmap.
     - "probe": loaded only to measure its memory.
     - "": none of these.

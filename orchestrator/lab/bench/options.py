@@ -43,7 +43,7 @@ class BenchOptions(Settings):
 
     - shape: a random-weight model, or "demo" for the trained one, which reads a text.
     - caps: fractions of the single-precision file that a process may use. With the demo or `quick`,
-    the process itself is larger than the model, so the cap applies to the expert slots only.
+      the process itself is larger than the model, so the cap applies to the expert slots only.
     - tokens: measured decode steps, after `warmup` unmeasured ones.
     - max_seconds: time limit for the decode steps of one process; at least 8 are measured.
     - layers: number of layers of a random-weight model, instead of the shape's default.

@@ -143,7 +143,7 @@ class WindowActivations(NamedTuple):
     """The activations of one layer for a window of T tokens.
 
     - x: inputs of gate and up, float32 [T, s, n_embd]. s is 1, or k if the model weights the inputs
-    of its experts.
+      of its experts.
     - hidden: inputs of down, float32 [T, k, n_ff].
     - ids: chosen experts, int32 [T, k].
     """

@@ -206,7 +206,7 @@ class OutputSums:
 
     - counts int64 [n_layers, n_expert]: tokens.
     - gates, squares float64 [n_layers, n_expert]: sums of squared gate weights, and of the outputs'
-    mean squares.
+      mean squares.
     - weighs bool [n_layers]: whether the gate weights are applied to the experts' inputs.
     """
 

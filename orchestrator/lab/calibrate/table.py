@@ -6,10 +6,10 @@ Each pass is saved when it is done, so that an interrupted run can continue.
 The first pass reads the text in the best tier. Each further pass reads it with one kind of loss:
 
 - experts skipped in one part of the depth, which differs between windows. They are drawn for each
-pair of a token and an expert.
+  pair of a token and an expert.
 - experts skipped in all layers.
 - experts lowered to one tier in all layers, one pass per tier. They are drawn for each expert and
-step.
+  step.
 
 The sensitivity of a window to any loss varies by up to a factor of eight. Each window therefore has
 its own sensitivity c. With a factor f for each part of the depth,

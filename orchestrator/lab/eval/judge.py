@@ -177,7 +177,7 @@ class TextScores:
     - nll float64 [n]: negative log-likelihoods in nats.
     - kl float64 [n]: KL divergence from the reference in nats; [0] without a reference.
     - agrees float64 [n]: 1 if the most likely token is the same as in the reference, else 0; [0]
-    without a reference.
+      without a reference.
     - domains int [n]: index into `names`, the domains of the text.
     """
 

@@ -108,9 +108,10 @@ class Header:
     - transition_bytes: bytes read by tier transitions.
     - expert_bytes: memory budget of the expert slots.
     - read_bytes_per_s: measured read bandwidth with all I/O threads; 0 if not measured.
-    - read_latency_us: measured latency of a single read; 0 if not measured.
+    - read_latency_us: measured latency of a single read, without its transfer time; 0 if not
+      measured.
     - dense_share: by phase, the fraction of compute time outside the experts, measured with all
-    experts skipped.
+      experts skipped.
     """
 
     version: int

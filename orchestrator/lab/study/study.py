@@ -206,7 +206,7 @@ class Case:
     - settings: changes to the subject's config.
     - group: the table or panel that shows the case.
     - row: values known in advance. The values of adjacent cases with equal group, label, row and
-    part are averaged per token.
+      part are averaged per token.
     - part: the part of the text to score; None for all.
     - used: returns the expert usage that the policy knows from before.
     - decider: returns a replacement for the policy's decisions.

@@ -167,7 +167,7 @@ class Score:
 
     - choices: scores of the questions; None if they were not asked.
     - realised: mean fraction of critical experts in decode steps, as counted by the policy; None if
-    the policy does not count them.
+      the policy does not count them.
     - report: the policy's own report.
     - slot_bytes: memory of all slots.
     """
