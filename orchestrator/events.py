@@ -32,8 +32,8 @@ def served(asked: int, resident: int) -> int: ...
 @overload
 def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
 def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
-    """The tier in which an expert is computed that is asked for in one: a better copy that is in
-    memory serves as well. asked: a tier or SKIP; resident: the best tier in memory, or ABSENT."""
+    """Return the tier in which an expert is computed: the requested tier, or a better one if it is
+    resident. asked: a tier or SKIP. resident: the best tier in memory, or ABSENT."""
     if isinstance(asked, int) and isinstance(resident, int):
         return asked if asked == SKIP else min(asked, resident)
     found: np.ndarray = np.where(np.equal(asked, SKIP), SKIP, np.minimum(asked, resident))
@@ -55,10 +55,10 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 class RouteEvent:
     """The experts that the router of one MoE layer chose for the T tokens of a step.
 
-    layer: index among the MoE layers. phase, step: phase and number of the step. k: experts per token
-    in this layer. n_ahead: number of following layers with predictions, layer+1 .. layer+n_ahead.
-    Predictions have the width of the layer with the largest k. In a layer with a smaller k, the row is
-    padded with its first expert at score 0.
+    layer: index among the MoE layers. phase, step: phase and number of the step. k: experts per
+    token in this layer. n_ahead: number of following layers with predictions,
+    layer+1 .. layer+n_ahead. Predictions have the width of the layer with the largest k. For a
+    layer with a smaller k, the row is padded with its first expert at score 0.
 
     Read-only memoryviews of the first token, the only token of a single-sequence decode step:
         ids, weights     [k]  chosen experts and their routing weights

@@ -243,7 +243,7 @@ class About:
 
 
 class Policy:
-    """A decision rule for tiers, prefetches and transitions. This table is the whole contract:
+    """A rule that chooses tiers, prefetches and transitions. This table is the whole contract:
 
     | member | what it is |
     |---|---|
@@ -258,8 +258,8 @@ class Policy:
     | recall, learned | optional: state that lives across runs. Default: none |
     | save_sequence, restore_sequence | optional: state of one sequence. Default: none |
 
-    A policy is made from a placement and shares its attributes shape, settings, rules and wants. It may
-    replace its own `wants` between steps.
+    A policy is made from a placement and shares its attributes shape, settings, rules and wants. It
+    may replace its own `wants` between steps.
     """
 
     about: ClassVar[About]
