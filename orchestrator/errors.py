@@ -1,7 +1,7 @@
-"""Every error that a user can cause or meet, below one base.
+"""Every error that a user can cause or meet, derived from one base class.
 
-The command line turns a MoeEdgeError into one sentence; anything else is a bug and
-keeps its traceback.
+The command line prints a MoeEdgeError as one sentence. Any other exception is a bug and keeps its
+traceback.
 """
 
 from gguf_tools.errors import GGUFError as GGUFError
@@ -9,18 +9,19 @@ from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return why a step failed: the reason of an error of ours, or what a policy raised."""
+    """Return why a step failed: the message of a MoeEdgeError, or the exception that a policy
+    raised."""
     if isinstance(error, MoeEdgeError):
         return str(error)
     return f"the policy failed: {type(error).__name__}: {error}"
 
 
 class ConfigError(MoeEdgeError):
-    """A setting that is unknown, out of its range or at odds with another."""
+    """A setting that is unknown, out of range, or in conflict with another setting."""
 
 
 class SettingError(ConfigError):
-    """One setting alone that cannot be: `name` is the one, `complaint` what it must be."""
+    """An invalid value of one setting. `name` is the setting, and `complaint` says what it must be."""
 
     def __init__(self, name: str, complaint: str) -> None:
         super().__init__(f"the setting '{name}' {complaint}")
@@ -33,7 +34,7 @@ class NativeError(MoeEdgeError):
 
 
 class BudgetError(MoeEdgeError):
-    """A memory budget that cannot work; names the smallest one that does."""
+    """A memory budget that is too small. `needed_bytes` is the smallest budget that works."""
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
@@ -41,12 +42,15 @@ class BudgetError(MoeEdgeError):
 
 
 class PolicyError(MoeEdgeError):
-    """An unknown policy or tier, or a policy that the model's tiers cannot serve."""
+    """An unknown policy or tier, or a policy that cannot work with the model's tiers."""
 
 
 class TiersError(PolicyError):
-    """A policy needs more precisions than are in use. problem: the sentence without the remedy,
-    which names options of a run with a model."""
+    """A policy needs more precisions than are in use.
+
+    problem: the sentence without the remedy, because the remedy names options of a run with a
+    model.
+    """
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}: {remedy}")
@@ -54,8 +58,8 @@ class TiersError(PolicyError):
 
 
 class ProfileError(MoeEdgeError):
-    """A profile of expert use that is damaged, or of another model."""
+    """A profile of expert usage that is damaged or belongs to another model."""
 
 
 class TraceError(MoeEdgeError):
-    """A recorded trace cannot be read, or does not serve what it is asked for."""
+    """A recorded trace that cannot be read or does not fit its purpose."""

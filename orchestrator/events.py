@@ -1,8 +1,7 @@
-"""What the layers tell each other: the router's choice, its answer, an answer's costs.
+"""The data that passes between store, policy and callers: route events, decisions, step reports.
 
-RouteEvent, StoreView and DecisionBuffer are views of the native store's own memory.
-They are built once per store; their contents are valid only while a route callback
-runs. Inputs are read-only.
+RouteEvent, StoreView and DecisionBuffer are views of the native store's own memory. They are built
+once per store, and their contents are valid only while a route callback runs. Inputs are read-only.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-SKIP = 255  # tier of an expert that contributes nothing
-SKIP_TIER = "skip"  # its name
-ABSENT = 254  # residency: no tier of the expert is in memory
+SKIP = 255  # tier of an expert that is not computed
+SKIP_TIER = "skip"  # the name of that tier
+ABSENT = 254  # residency of an expert of which no tier is in memory
 MAX_PREFETCH = 1024
-ALL_KINDS = 0  # in a prefetch request: every matrix of the layer
+ALL_KINDS = 0  # in a prefetch request: every matrix of the expert
 
 
 class Phase(IntEnum):
-    """What a token, or a step, is for: a step with a token of a prompt is prefill."""
+    """The purpose of a token or step. A step with at least one prompt token is prefill."""
 
     PREFILL = 0
     DECODE = 1
@@ -33,17 +32,17 @@ def served(asked: int, resident: int) -> int: ...
 @overload
 def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
 def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
-    """The tier in which an expert is computed that is asked for in one: a better copy that is in
-    memory serves as well. asked: a tier or SKIP; resident: the best tier in memory, or ABSENT."""
+    """Return the tier in which an expert is computed: the requested tier, or a better one if it is
+    resident. asked: a tier or SKIP. resident: the best tier in memory, or ABSENT."""
     if isinstance(asked, int) and isinstance(resident, int):
         return asked if asked == SKIP else min(asked, resident)
     found: np.ndarray = np.where(np.equal(asked, SKIP), SKIP, np.minimum(asked, resident))
     return found
 
 
-# Memoryviews of single rows beside numpy: turning one into a list costs a third.
+# Memoryviews of single rows: converting one to a list takes a third of the time of a numpy array.
 def _rows(array: np.ndarray, code: Literal["i", "f", "B"]) -> tuple[memoryview, ...]:
-    """A read-only memoryview for each row of a two-dimensional array."""
+    """Return a read-only memoryview of each row of a two-dimensional array."""
     return tuple(row.data.cast("B").cast(code).toreadonly() for row in array)
 
 
@@ -54,14 +53,14 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 class RouteEvent:
-    """What the router of one MoE layer chose for the T tokens of a step.
+    """The experts that the router of one MoE layer chose for the T tokens of a step.
 
-    layer counts MoE layers only; phase is the step's; step counts steps.
-    k experts a token in this layer; n_ahead look-ahead layers present: layer+1 .. layer+n_ahead.
-    What is predicted is as wide as in the layer that uses most: behind what a layer uses, its first
-    expert comes again, with a score of 0.
+    layer: index among the MoE layers. phase, step: phase and number of the step. k: experts per
+    token in this layer. n_ahead: number of following layers with predictions,
+    layer+1 .. layer+n_ahead. Predictions have the width of the layer with the largest k. For a
+    layer with a smaller k, the row is padded with its first expert at score 0.
 
-    Read-only memoryviews of the first token, the only one of a decode step:
+    Read-only memoryviews of the first token, the only token of a single-sequence decode step:
         ids, weights     [k]  chosen experts and their routing weights
         ahead_ids[p]     [k]  experts that layer+1+p is predicted to choose, best first
         ahead_scores[p]  [k]  their scores
@@ -70,7 +69,7 @@ class RouteEvent:
         of each token in its batch; phases_array uint8 and sequences_array int32 [T], the Phase of
         each token and the sequence that it belongs to; ahead_ids_array int32 and ahead_array
         float32 [n_ahead, T, k], predicted top-k and their scores (DyMoE eq. 6); importance_array
-        float32 [T], the attention that each token receives (eq. 1), where has_importance
+        float32 [T], the attention that each token receives (eq. 1), or None if not computed
     """
 
     def __init__(
@@ -84,9 +83,12 @@ class RouteEvent:
         phases: np.ndarray,
         sequences: np.ndarray,
     ) -> None:
-        """ids int32 [max_tokens, k], weights float32 alike, tokens int32 [max_tokens],
-        ahead_ids int32 and ahead float32 [P, max_tokens, k], importance float32, phases uint8 and
-        sequences int32 [max_tokens]."""
+        """Wrap the store's buffers.
+
+        ids int32 and weights float32 [max_tokens, k]; tokens int32, importance float32, phases
+        uint8 and sequences int32 [max_tokens]; ahead_ids int32 and ahead float32 [n_ahead_max,
+        max_tokens, k].
+        """
         self._ids = _frozen(ids)
         self._weights = _frozen(weights)
         self._tokens = _frozen(tokens)
@@ -107,7 +109,7 @@ class RouteEvent:
         self.step = 0
 
     def use(self, k: int) -> None:
-        """The event is of a layer in which a token uses k experts."""
+        """Set k, the number of experts per token in the layer of this event."""
         self.k = k
         self.ids, self.weights = (row[:k] for row in self._first)
 
@@ -121,8 +123,8 @@ class RouteEvent:
 
     @property
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """ids_array and weights_array as wide as in the layer that uses most: behind k, a row's
-        first expert comes again, with a weight of 0."""
+        """ids_array and weights_array with the width of the layer with the largest k. Columns from
+        k on repeat the row's first expert with weight 0."""
         return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 
     @property
@@ -151,27 +153,30 @@ class RouteEvent:
 
 
 class StoreView:
-    """What is in memory now: resident[layer][expert] is the best tier of which every matrix
-    is resident, or ABSENT; resident_array uint8 [n_layers, n_expert] is the same memory.
-    missing[layer][expert] has the bits 1 << kind of its matrices that are there in no tier."""
+    """Which experts are in memory now.
+
+    resident[layer][expert]: the best tier of which every matrix is resident, or ABSENT.
+    resident_array: the same memory, uint8 [n_layers, n_expert]. missing[layer][expert]: a bit mask,
+    1 << kind for each matrix that is resident in no tier.
+    """
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
-        """Both uint8 [n_layers, n_expert]."""
+        """resident and missing: uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
         self.resident_array = _frozen(resident)
 
 
 class DecisionBuffer:
-    """The answer to a route event, written in place.
+    """The policy's answer to a route event, written in place.
 
-    tier[expert] starts as 0 (the best tier) for every expert before each event; only
-    routed experts are read. A tier index or SKIP. passing[expert] starts as 0: 1 streams
-    the expert through memory, so that what is used often stays (moe-edge.h). renormalize:
-    the remaining weights of a token keep their sum when experts of it are skipped.
+    tier[expert]: a tier index or SKIP. Every entry is 0, the best tier, before each event; only
+    entries of routed experts are read. passing[expert]: 1 streams the expert, so that it does not
+    evict frequently used experts (see moe-edge.h); 0 before each event. renormalize: if experts of
+    a token are skipped, its remaining weights are scaled to the original sum.
     """
 
     def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
-        """tier and passing uint8 [n_expert], prefetch int64 [capacity], all writable."""
+        """tier and passing: uint8 [n_expert]; prefetch: int64 [capacity]. All are writable."""
         self.tier = tier.data
         self.tier_array = tier
         self.passing_array = passing
@@ -180,8 +185,8 @@ class DecisionBuffer:
         self.renormalize = False
 
     def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
-        """Asks for an expert before it is needed, most urgent first. What is over the buffer's
-        capacity is dropped: a prefetch is never owed."""
+        """Request an expert before it is needed; call in order of urgency. Requests over the
+        buffer's capacity are dropped, because a prefetch is optional."""
         n = self.n_prefetch
         if n < len(self._prefetch):
             self._prefetch[n] = layer | expert << 16 | tier << 32 | passing << 48
@@ -190,8 +195,8 @@ class DecisionBuffer:
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """prefetch() of each of them, in one call: a decode step's time. kinds is a bit mask of
-        matrix kinds."""
+        """Call prefetch() for each expert, in one Python call to save time in a decode step. kinds:
+        bit mask of matrix kinds."""
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40
         for expert in experts[: len(prefetch) - n]:
@@ -202,9 +207,12 @@ class DecisionBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """What the store says of a step that a model computed, in microseconds from its start to its
-    end. By sequence name: starts, those with a first token in it; prompt_ends, those with a token
-    of a prompt whose logits were asked for; ends, those dropped since the step before."""
+    """The store's record of one step that the model computed. us: microseconds from start to end.
+
+    Sequence numbers: starts, sequences whose first token is in the step; prompt_ends, sequences
+    with a prompt token whose logits were requested; ends, sequences dropped since the previous
+    step.
+    """
 
     number: int
     phase: Phase
@@ -217,16 +225,19 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a policy is told of one finished step: tokens in it, and microseconds from its start
-    to its end.
+    """The report of one finished step to the policy. n_tokens: tokens in it. us: microseconds from
+    start to end.
 
-    What the policy asks for besides, [n_layers, n_expert] each, None in a step for which it does
-    not want it: counts, the tokens routed to each expert since the last report that had them;
-    resident, uint8, the tier that each expert is in, or ABSENT; target, the tier that a transition
-    brings, the same one where none is under way. By sequence name: starts, those that began in this
-    step; prompt_ends, those whose prompt ended in it; ends, those dropped
-    since the step before. unusual: whether the latest ROUTING_TOKENS tokens use experts in another
-    way than the texts of the loss table, in the report that finds it out; else None.
+    Arrays [n_layers, n_expert] that the policy may request; None if it did not request them for
+    this step: counts, the tokens routed to each expert since the last report that included counts;
+    resident, uint8, the tier of each expert in memory, or ABSENT; target, the tier after the
+    transition under way, equal to resident if there is no transition.
+
+    Sequence numbers: starts, sequences that began in this step; prompt_ends, sequences whose prompt
+    ended in it; ends, sequences dropped since the previous step.
+
+    unusual: whether the latest ROUTING_TOKENS tokens use experts differently from the texts of the
+    loss table. None in reports in which this was not determined.
     """
 
     phase: Phase
@@ -243,19 +254,24 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """What one answer cost. Times in milliseconds unless named otherwise.
+    """Measurements of one answer. Times are in milliseconds unless the name says otherwise.
 
-    ttft_ms runs from the call until the first token is chosen. tpot is the time between
-    tokens after it; nan with fewer than two. hit_rate is the share of matrices whose
-    asked-for tier (or a better one) was in memory while decoding; prefill_hit_rate the
-    same in prefill; None where nothing was asked for. mix: shares of the routed experts by
-    decided tier, while decoding; computed: of the matrices by the tier that was computed, which is
-    a better one where that was in memory. kl_estimate: nats a token from the best tier in use, as
-    orchestrator.allocation.estimate has it for texts that are sensitive to errors; kl_low: for
-    those that are not; both None where that is not known. limit_halved: whether the policy spent
-    half of the loss that is allowed in a part of the answer, since the text used experts in another
-    way than the texts of the loss table. budget_bytes is the budget of the expert slots. policy is
-    what the policy reports about itself.
+    ttft_ms: time from the call until the first token is chosen. tpot_ms_p50, tpot_ms_p99:
+    percentiles of the time between later tokens; nan with fewer than two tokens. hit_rate: share of
+    matrices that were resident in the requested tier or a better one during decoding;
+    prefill_hit_rate: the same for prefill. Both are None if no matrix was requested.
+
+    mix: shares of the routed experts by requested tier, during decoding. computed: shares of the
+    matrices by the tier that was computed, which is better than requested if a better copy was
+    resident.
+
+    kl_estimate: estimated KL divergence from the best tier in use, in nats per token, for texts
+    that are sensitive to errors (see orchestrator.allocation.estimate); kl_low: the same for the
+    least sensitive texts. Both are None if unknown. limit_halved: the policy used half of the
+    allowed loss in a part of the answer, because the text used experts differently from the texts
+    of the loss table.
+
+    budget_bytes: budget of the expert slots. policy: the policy's own report.
     """
 
     ttft_ms: float
@@ -282,7 +298,7 @@ class GenerationStats:
     limit_halved: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types, nan turned into None: fit for JSON."""
+        """Return plain types for JSON, with nan replaced by None."""
         return {
             key: None if isinstance(value, float) and value != value else value
             for key, value in asdict(self).items()
@@ -290,20 +306,19 @@ class GenerationStats:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0..100) with linear interpolation; nan of nothing."""
+    """Return the q-th percentile (0 to 100) with linear interpolation; nan for an empty sequence."""
     if not len(values):
         return float("nan")
     found = sorted(map(float, values))
     whole, part = divmod((len(found) - 1) * (q / 100), 1)
     low, high = found[int(whole)], found[min(int(whole) + 1, len(found) - 1)]
-    # From the nearer end, so that rounding leaves neither.
+    # Interpolate from the nearer end, so that rounding cannot leave the interval.
     return low + (high - low) * part if part < 0.5 else high - (high - low) * (1 - part)
 
 
 def distinct(numbers: np.ndarray) -> np.ndarray:
-    """The numbers that occur in an array of any shape, none of them below 0: int64 [n], sorted.
+    """Return the distinct values of an array of non-negative integers, int64 [n], sorted.
 
-    np.unique, np.percentile and np.median load numpy.ma, which takes memory of a run that counts
-    each MiB, 9 MiB of it where no compiled form of it is on disk.
+    np.unique, np.percentile and np.median import numpy.ma, which takes up to 9 MiB of memory.
     """
     return np.flatnonzero(np.bincount(numbers.ravel()))

@@ -1,5 +1,5 @@
-"""What fits: from a limit of memory to slots for experts.
+"""The memory planner: from a memory limit to expert slots.
 
-It may import policies, which divide the slots, and what llama.cpp says of a model; never a room
-that loads or runs one.
+It may import policies, which divide the slots, and llama.cpp's memory counts. It must not import
+packages that load or run a model.
 """

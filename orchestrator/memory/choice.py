@@ -1,4 +1,4 @@
-"""What the options ask for, and what they leave open: the policy, its tiers, its settings."""
+"""The choice of policy, tiers and settings from the user's options."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from orchestrator.policy import (
 from orchestrator.policy.base import TierOffer
 from orchestrator.settings import Settings, flag_of
 
-# A model reduced to some of its tiers, as it lies in the memory of its experts.
+# Returns the slot sizes of a model reduced to some of its tiers, in the memory that holds its
+# experts.
 ShapeOf = Callable[[tuple[FileTier, ...]], ModelShape]
 
 
 class Choice(NamedTuple):
-    """A policy, and the tiers of the file that it works with, best first. skip: the tier of no
-    bytes comes below them."""
+    """A policy and the tiers of the file that it works with, best first. skip: experts may also be
+    skipped."""
 
     policy: type[Policy]
     tiers: tuple[FileTier, ...]
@@ -38,17 +39,17 @@ class Choice(NamedTuple):
 
 
 def check_unused(config: Config) -> None:
-    """Raises ConfigError for an option that the policy asked for has no use for.
+    """Raise ConfigError for an option that has no effect with the requested policy.
 
-    For what is asked for at once: a policy that is changed later, to compare, just leaves such
-    options alone.
+    Only for options of a command line. When a command switches policies to compare them, options of
+    other policies are ignored.
     """
     name = config.policy
     by_loss = config.given(ALLOWED_LOSS) is not None
     for given in config.of_policies:
         having = owners(given)
         if name is None and (given == ALLOWED_LOSS or (given == "losses" and by_loss)):
-            continue  # it chooses the policy, by what this table says
+            continue  # the allowed loss chooses the policy, with the help of the loss table
         if name is None and DEFAULT not in having:
             raise ConfigError(
                 f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
@@ -75,7 +76,7 @@ def check_unused(config: Config) -> None:
 
 
 def unused_option(given: str, policy: str) -> ConfigError:
-    """What to say of a setting that the named policy has no use for."""
+    """Return the error for a setting that has no effect with the named policy."""
     reason = PLAIN_REASON if policy == PLAIN else policy_class(policy).reason
     return ConfigError(
         f"{flag_of(given)} has no effect with --policy {policy}, which {reason}: leave one of "
@@ -84,13 +85,13 @@ def unused_option(given: str, policy: str) -> ConfigError:
 
 
 def rules_of(config: Config, choice: Choice) -> Rules:
-    """What holds for the chosen policy."""
+    """Return the rules that follow from the options and the chosen tiers."""
     return Rules(choice.skip, config.renormalize, config.exact_tiers)
 
 
 def settings_of(config: Config, choice: Choice) -> Settings:
-    """The settings of the chosen policy. Raises ConfigError for settings with which it would not be
-    exact, where that is asked for."""
+    """Return the settings of the chosen policy. With --exact, raises ConfigError for settings with
+    which the policy would not be lossless."""
     settings = config.settings_of(choice.policy)
     if not config.exact:
         return settings
@@ -105,9 +106,11 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 
 def without_effect(config: Config) -> str | None:
-    """A sentence about lower precisions that are given beside a setting of the policy with which
-    every expert is computed in the best tier; None where there are none, or a loss chooses the
-    policy."""
+    """Return a note that lower precisions have no effect with a setting that computes every expert
+    in the best tier.
+
+    None if no lower precision was given, or if the allowed loss chooses the policy.
+    """
     lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
     by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None
     if not lower or by_loss or config.policy == PLAIN:
@@ -123,7 +126,8 @@ def without_effect(config: Config) -> str | None:
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Whether the plain path could serve what is asked for, were there memory enough."""
+    """Whether llama.cpp's own path could satisfy the options, given enough memory. Raises
+    ConfigError for --policy plain with options that it cannot satisfy."""
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:
@@ -138,11 +142,12 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """The policy and its tiers, where the user left them open.
+    """Choose the policy and its tiers where the user left them open.
 
-    Without --policy it is the baseline where everything fits the slots and nothing lower or
-    tunable is asked for, else the default. Every expert is in the best tier unless less is asked
-    for. Raises PolicyError for a low tier that is not below the high one.
+    Without --policy, the policy is the baseline if every expert fits the slots and no lower
+    precision or policy setting was given, otherwise the default. Every expert is in the best tier
+    unless an option asks for lower precisions. Raises PolicyError for a low tier that is not below
+    the high tier.
     """
     names = [tier.name for tier in model.tiers]
     policy = None if config.policy is None else policy_class(config.policy)
@@ -154,7 +159,7 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
         )
     asking = policy or policy_class(DEFAULT)
     lower = asking.precisions.most > 1 and config.asks_less(asking)
-    # The low tier, as far as the user said: one of that name, or any.
+    # The low tier that the user named; None for any.
     named = None
     if lower and config.low_tier not in (None, SKIP_TIER):
         named = FileTier(model.tier_index(config.low_tier or ""))
@@ -185,8 +190,11 @@ def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -
 def tiers_between(
     policy: type[Policy], high: FileTier, low: FileTier | None, n: int
 ) -> tuple[FileTier, ...]:
-    """The tiers that a policy works with, of n in the file: from the high one on, at most as many
-    as it wants, the last of them the low one that was named."""
+    """Return the tiers that a policy works with, of n in the file.
+
+    They start at the high tier and are at most as many as the policy supports. If the user named a
+    low tier, it is the last of them.
+    """
     if policy.precisions.most == 1:
         return (high,)
     end = n if low is None else low + 1

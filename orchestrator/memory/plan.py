@@ -1,5 +1,7 @@
-"""How a model is laid out in memory: plain or managed, which tiers, which slots; how long a context
-and how large a micro-batch, where these were not asked for."""
+"""The memory plan of a model: llama.cpp's own path or an expert store, tiers, and slots.
+
+It also chooses the context length and the micro-batch size if the user did not set them.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +26,32 @@ from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_co
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import UNKNOWN, History, Placement, place
 
-# The KV cache may take this share of what is left behind the weights that are not experts. The
-# expert cache hits about as often with the other fifteen sixteenths, and a step reads the KV cache
-# only as far as it is filled.
+# The share of the memory left beside the dense weights that the KV cache may take. The expert cache
+# hits about as often with the other fifteen sixteenths, and a step reads the KV cache only as far
+# as it is filled.
 SHARE = 1 / 16
 
-# How often an answer reads an expert without a slot, for each token of its prompt and relative to
-# the mean of all. An answer is an eighth as long: the medians of conversations in Splitwise (ISCA
-# 2024, Figure 3) are 129 and 1,020 tokens. Such experts are those that were used least; half is on
-# the safe side (docs/experiments/prompts.md, "Micro-batches by memory").
+# How often an answer reads an expert without a slot, per token of its prompt and relative to the
+# mean use of an expert. An answer has an eighth of its prompt's length: the medians of
+# conversations in Splitwise (ISCA 2024, Figure 3) are 129 and 1,020 tokens. Experts without a slot
+# are the least used ones; half the mean is a safe estimate (docs/experiments/prompts.md,
+# "Micro-batches by memory").
 ABSENT_USE = 1 / 8 / 2
 
 
-# Bytes that no machine has, and how often a lower bound of the smallest cap is corrected.
+# A memory size that no machine reaches, and the maximum number of corrections of the lower bound in
+# the search for the smallest limit.
 _NO_END = 1 << 62
 _MOST_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there is no plan. text: a sentence for the user, with the remedy. needed_bytes: the
-    smallest value of the limit that works, or a lower bound of it. option: the one to change."""
+    """The reason why there is no plan.
+
+    text: a sentence for the user, with the remedy. needed_bytes: the smallest value of the limit
+    that works, or a lower bound of it. option: the option that sets the limit.
+    """
 
     text: str
     needed_bytes: int
@@ -58,8 +65,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A limit that is too small for a policy's slots beside a room, before it is known which limit
-    works. may_divide: it may be enough if the parts of the memory stay as they are."""
+    """A limit that is too small for the policy's slots, before the smallest sufficient limit is
+    known.
+
+    may_divide: a plan without shared memory may still fit.
+    """
 
     policy: type[Policy]
     may_divide: bool = True
@@ -67,17 +77,18 @@ class _TooSmall(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where everything goes. Sizes in bytes.
+    """The division of memory for one model. Sizes are in bytes.
 
-    n_ubatch: tokens of a prompt that are computed at once. ram_bytes is the cap over all that the
-    host's memory takes, cap_bytes that of the memory that experts live in. compute_bytes: the part
-    of the scratch that graphs take. prompt_bytes: of the host's memory, for prompts that were read
-    before. tiers: the tiers of the file in use, best first; skip: experts may be skipped; placement
-    and slots are None in plain mode. budget_bytes is the cap of the slots where one was asked for,
-    else what they take.
+    n_ubatch: micro-batch size in tokens. ram_bytes: cap on all host memory of the model. cap_bytes:
+    cap on the memory that holds the experts (device or host). compute_bytes: the part of
+    scratch_bytes that compute graphs take. prompt_bytes: host memory for the prompt cache.
 
-    On a device, dense_bytes, kv_bytes, scratch_bytes and the slots are its memory, and host_bytes
-    is the cache of experts in the host's memory behind it.
+    tiers: tiers of the file in use, best first. skip: experts may be skipped. placement and slots
+    are None on llama.cpp's own path. budget_bytes: the cap of the slots if the user set one,
+    otherwise the size of the slots.
+
+    With a device, dense_bytes, kv_bytes, scratch_bytes and the slots are in device memory, and
+    host_bytes is the size of the expert cache in host memory.
     """
 
     managed: bool
@@ -107,41 +118,43 @@ class MemoryPlan:
 
     @property
     def versions(self) -> list[str]:
-        """Names of what an expert may be computed in, the best first and skipping last."""
+        """Names of the tiers in which an expert may be computed, best first, followed by "skip" if
+        experts may be skipped."""
         return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
 
     @property
     def fixed_bytes(self) -> int:
-        """All that is not experts in the memory that they live in."""
+        """Everything except experts in the memory that holds the experts."""
         elsewhere = self.device or (self.shared and self.shared.prompts)
         prompts = 0 if elsewhere else self.prompt_bytes
         return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
 
     @property
     def total_bytes(self) -> int:
-        """The most that the model takes of the memory that its experts live in."""
+        """The maximum that the model takes of the memory that holds its experts."""
         return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
 
     @property
     def fits_whole(self) -> bool:
-        """Whether llama.cpp's own path has room for every expert in the best tier."""
+        """Whether llama.cpp's own path can hold every expert in the best tier."""
         return not self.managed and self.total_bytes <= self.cap_bytes
 
     @property
     def absent_bytes(self) -> int:
-        """How far the slots fall short of every expert in the best tier in use; 0 where each
-        expert is in memory."""
+        """The size of all experts in the best tier in use minus the size of the slots; 0 if every
+        expert is resident."""
         placement = self.placement
         if placement is None or placement.wants.all_resident:
             return 0
         return max(0, placement.shape.all_slot_bytes() - placement.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
-        """How many of n_tokens of a prompt behind n_cells of context are read at once."""
+        """Return how many of the next n_tokens of a prompt to compute at once after n_cells of
+        context."""
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     def slots_behind(self, n_cells: int) -> SlotPlan | None:
-        """What of the slots an answer has with so much of the context in use."""
+        """Return the slots that remain for an answer with n_cells of the context in use."""
         shared = self.shared
         if shared is None or self.slots is None:
             return self.slots
@@ -154,15 +167,14 @@ class MemoryPlan:
 def plan(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
 ) -> MemoryPlan | Refusal:
-    """Lay a model out in memory: that of the machine's device, where it has one, with the host's
-    behind it.
+    """Plan the memory of a model: the machine's device, if it has one, and the host's memory.
 
-    Without a policy: the plain upstream path where everything fits and nothing asks for less or for
-    slots; else the baseline where the high tier fits whole and nothing asks for less, so that there
-    is nothing to decide; else the default policy. That is lossless unless less is asked for.
+    If no policy is named, the choice is llama.cpp's own path if everything fits and no option asks
+    for lower precisions or slots; otherwise the baseline policy if the high tier fits whole and no
+    option asks for lower precisions; otherwise the default policy. The result is lossless unless an
+    option asks for lower precisions.
 
-    Raises PolicyError and ConfigError for a policy, tiers, or a precision of keys and values that
-    do not go with the model.
+    Raises PolicyError or ConfigError if the policy, its tiers or the KV type do not fit the model.
     """
     _check_kv(request.config, model)
     layout = _Layout(request, model, machine, history)
@@ -173,69 +185,72 @@ def plan(
 def least(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
 ) -> MemoryPlan | Refusal:
-    """The plan under the smallest limit that works: --ram, or a GPU's --vram."""
+    """Return the plan under the smallest limit that works: of --ram, or of --vram with a GPU."""
     return _Layout(request, model, machine, history).least()
 
 
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
-    """As `plan`, with no more known than what the file says. Raises BudgetError for a refusal, with
-    the smallest limit that works."""
+    """Plan from the file alone, without history or llama.cpp's own counts. Raises BudgetError for a
+    refusal, with the smallest limit that works."""
     return planned(plan(PlanRequest.of(config), model, machine))
 
 
 def planned(found: MemoryPlan | Refusal) -> MemoryPlan:
-    """A plan. Raises BudgetError for a refusal."""
+    """Return a plan unchanged. Raises BudgetError for a refusal."""
     if isinstance(found, Refusal):
         raise found.error
     return found
 
 
 def notes_of(config: Config, model: ExpertModel) -> list[str]:
-    """Return what a user has to know of a model before it runs: that --ctx is above the context
-    which it was trained with, and that a part of another quantization is among its parts, which
-    runs but is probably a mistake."""
+    """Return notes that the user should read before the model runs.
+
+    One note says that --ctx exceeds the training context. Others name a part of the file whose
+    quantization differs from the other parts: the model runs, but this is probably a mistake.
+    """
     own, asked, notes = model.hparams.context_length, config.ctx, []
     if own and asked is not None and asked > own:
-        notes.append(f"--ctx {asked}: the model was made for {own} tokens, and gets as many.")
+        notes.append(f"--ctx {asked}: limited to the model's training context, {own} tokens.")
     for parts in model.split_files:
         notes += [f"{each.text}." for each in foreign_problems(parts)]
     return notes
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """All that a model takes beside its weights and its KV cache where a policy looks ahead."""
+    """Return the memory that a model takes in addition to weights and KV cache, with a policy that
+    looks ahead."""
     request = PlanRequest.of(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
-    """The longest context that the model was made for, of each of the sequences that share it; 0
-    where it does not say."""
+    """Return the model's training context, multiplied by the number of sequences that share the KV
+    cache; 0 if the file does not state it."""
     return model.hparams.context_length * (1 + request.sequences)
 
 
 def usual_context(request: PlanRequest, model: ExpertModel) -> int:
-    """The context that was asked for, or else the least, as far as the model was made for it."""
+    """Return the requested context or the minimum default, limited to the training context."""
     asked = request.config.ctx or LEAST_CONTEXT
     return min(asked, own_context(request, model) or asked)
 
 
 def micro_batches(config: Config, most: int) -> list[int]:
-    """Tokens that may be computed at once beside a context of `most` tokens, the fewest first."""
+    """Return the possible micro-batch sizes for a context of `most` tokens, smallest first."""
     least, largest = config.ubatch or SIZES[0], min(config.ubatch or most, most)
     return sorted({least, *(n for n in SIZES if n <= largest)})
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """The shortest and the longest context with so many tokens at once, of `most` tokens at
-    most."""
+    """Return the shortest and the longest context with micro-batches of n_tokens, up to `most`
+    tokens."""
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """The sizes that llama.cpp is asked about for a plan: those that show whether everything fits,
-    and the others."""
+    """Return the sizes for which llama.cpp is asked to count its memory: first those that decide
+    whether everything fits, then all sizes."""
     config, usual = request.config, usual_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(config.ubatch or SIZES[0], usual)
@@ -249,7 +264,7 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
 
 @dataclass(frozen=True)
 class _Layout:
-    """The arguments of `plan`, and its steps."""
+    """The arguments of `plan`, and the steps of planning."""
 
     request: PlanRequest
     model: ExpertModel
@@ -261,20 +276,20 @@ class _Layout:
         return self.request.config
 
     def laid_out(self) -> MemoryPlan | Refusal:
-        """The plan, or a refusal with a lower bound of the limit that works."""
+        """Return the plan, or a refusal with a lower bound of the limit that works."""
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
         if found is None:
             return self.divided(usual)
         if isinstance(found, _TooSmall) and found.may_divide:
-            # A policy that keeps every expert in memory does not share it.
+            # A policy that keeps every expert in memory cannot share the memory of its slots.
             other = self.divided(usual)
             return found if isinstance(other, Refusal) else other
         return found
 
     def least(self, needed_bytes: int = 1) -> MemoryPlan | Refusal:
-        """The plan under the smallest limit that works. needed_bytes: a lower bound of that limit.
-        A refusal if no limit works within a few corrections of the bound."""
+        """Return the plan under the smallest limit that works, or a refusal if a few corrections of
+        the bound do not find it. needed_bytes: a lower bound of that limit."""
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
         without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
@@ -284,7 +299,7 @@ class _Layout:
             found = replace(self, request=request, machine=without_end).laid_out()
             if isinstance(found, MemoryPlan):
                 break
-            # Each refusal is right for the context that it was counted for.
+            # Each refusal gives the right bound for the context for which it was computed.
             needed_bytes = max(found.needed_bytes, needed_bytes + 1)
         return found
 
@@ -294,12 +309,14 @@ class _Layout:
 
     @property
     def _asked(self) -> int | None:
-        """The cap on the memory that experts live in, as far as one was asked for."""
+        """The user's cap on the memory that holds the experts, or None."""
         return self.config.vram if self.machine.device else self.config.ram
 
     def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> MemoryPlan:
-        """A plan without slots. n_ctx, n_tokens: of the context and of a micro-batch, in the place
-        of what was asked for, or else the least, as far as the model was made for it."""
+        """Return a plan without slots.
+
+        n_ctx, n_tokens: context and micro-batch size; 0 for the requested or default size.
+        """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
         n_ctx = n_ctx or usual_context(request, model)
@@ -309,7 +326,7 @@ class _Layout:
         compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
         compute, beside = compute + request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
-            # Copies of routers in half precision, which a policy looks ahead with.
+            # Copies of the routers in half precision, for predictions of the next layers.
             routers = (model.n_layers - 1) * model.n_expert
             beside = 2 * routers * model.hparams.embedding_length
         if device is None:
@@ -317,7 +334,7 @@ class _Layout:
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
-            # Without a cap, ggml's pool makes room for itself where the device is full.
+            # Without a cap, ggml's pool frees cached buffers when the device is full.
             piles = config.vram is not None and not managed
             compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
         return MemoryPlan(
@@ -337,10 +354,11 @@ class _Layout:
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | Refusal | None:
-        """The plan whose context and scratch take from the slots what they need when they need it;
-        None where memory is divided once. usual: with the least context.
+        """Return a plan in which the KV cache and scratch take memory from the slots as they grow;
+        None if memory is divided once.
 
-        A refusal for a context that was asked for and is too long, with the longest one.
+        usual: the plan with the default context. Returns a refusal that names the longest context
+        if the requested one is too long.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
@@ -367,7 +385,7 @@ class _Layout:
         )
         if longest < each:
             needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
-            if not config.ctx:  # not even the shortest context has room
+            if not config.ctx:  # not even the shortest context fits
                 text = f"the policy {placement.name} needs {needed} bytes"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             return Refusal(
@@ -381,10 +399,13 @@ class _Layout:
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
     def divided(self, usual: MemoryPlan) -> MemoryPlan | Refusal:
-        """The plan whose parts stay as they are: with the context and the memory for prompts that
-        were asked for, or that cost little, and with less of these where the policy has no room
-        beside them; and with the micro-batch with which least is read for the tokens of a prompt
-        and of its answer. Where nothing is absent, that is the smallest."""
+        """Return a plan with fixed parts.
+
+        It has the requested context and prompt cache. If they were not requested, it uses sizes
+        that cost little, or smaller ones if the policy's slots do not fit beside them. The
+        micro-batch size is the one with which the tokens of a prompt and its answer read the fewest
+        bytes; if no expert is absent, it is the smallest.
+        """
         config, model, asked = self.config, self.model, self.config.cache_ram or 0
         room = usual if config.ctx else self._longer(usual)
         plan = self.try_in((room, self._prompt_bytes(room)), (room, asked), (usual, asked))
@@ -398,8 +419,8 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
-        """What the slots of a plan, a context of `most` tokens at most, scratch and copies of
-        prompts take in turn."""
+        """Return how the slots of a plan, a context of up to `most` tokens, scratch and prompt
+        copies share memory."""
         config, placement = self.config, plan.placement
         assert placement is not None
         fewest = place(
@@ -420,28 +441,33 @@ class _Layout:
             placement.shape.all_slot_bytes(),
             cell_bytes,
             {size: (twice * empty, each) for size, (empty, each) in lines.items()},
-            # Values that are transposed grow by a page for each of their dimensions.
+            # With transposed values, the cache grows by one page per dimension.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
             1 + self.request.sequences,
             prompts,
         )
-        # A larger one may have room for a prompt that is shorter than itself, and none for its own.
+        # A larger micro-batch may fit only prompts that are shorter than it; leave it out.
         scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[MemoryPlan], int], n_tokens: int, most: int) -> Line:
-        """A part of a room for so many tokens at once, beside no cell and for every cell. It is the
-        largest of sums that grow evenly with the context, and so never above the line from the
-        shortest to the longest one."""
+        """Return one part of a plan's memory as a line: bytes for an empty context, and bytes per
+        cell.
+
+        The part is a maximum of sums that grow linearly with the context, so it is never above the
+        line from the shortest to the longest context.
+        """
         short, long = line_ends(n_tokens, most)
         at_short, at_long = (part(self.room(n, n_tokens)) for n in (short, long))
         each = max(0.0, (at_long - at_short) / (long - short))
         return int(at_short - each * short), each
 
     def _longer(self, least: MemoryPlan) -> MemoryPlan:
-        """With the context where none was asked for. Where everything fits beside the least one, it
-        still does beside this one; a conversation gets the longest such, since it takes nothing
-        until it is used."""
+        """Return the plan with the context that is used if none was requested.
+
+        If everything fits beside the minimum context, it still fits beside this one. A conversation
+        gets the longest such context, because it takes no memory until it is used.
+        """
         left = least.cap_bytes - least.fixed_bytes
         estimating = replace(self, request=replace(self.request, counted=Counted()))
         allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
@@ -458,9 +484,12 @@ class _Layout:
         return self.room(max(least.n_ctx, longest), managed=least.managed)
 
     def _prompt_bytes(self, room: MemoryPlan) -> int:
-        """What prompts that were read before may take of the host's memory: what was asked for,
-        or, for conversations, one more context and some marks, as far as that costs little and
-        what fits whole still does."""
+        """Return the size of the prompt cache in host memory.
+
+        It is the requested size. For conversations without a request, it holds one more context and
+        some checkpoints, limited to a small share of memory, and everything that fitted whole still
+        fits.
+        """
         config, model = self.config, self.model
         if config.cache_ram is not None or not self.request.conversations:
             return config.cache_ram or 0
@@ -474,8 +503,8 @@ class _Layout:
         return max(0, min(room.kv_bytes + marks, most))
 
     def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan | Refusal:
-        """The plan in the first room that is large enough, each with so many bytes for prompts. The
-        refusal of the last room, if none is."""
+        """Return the plan with the first of these (plan without slots, prompt cache size) pairs
+        that is large enough; the last refusal if none is."""
         for each in rooms:
             found = self.plan_in(*each)
             if isinstance(found, MemoryPlan):
@@ -483,7 +512,8 @@ class _Layout:
         return found
 
     def plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan | Refusal:
-        """Managed where a plain plan does not fit and is not asked for."""
+        """Complete a plan without slots: on llama.cpp's own path if that fits or is requested,
+        otherwise with an expert store."""
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
@@ -532,12 +562,12 @@ class _Layout:
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
     def _host_bytes(self, room: MemoryPlan, placement: Placement) -> int | Refusal:
-        """The cache of experts in the host's memory behind a device, beside slots there: what is
-        left, as far as there are experts. A refusal where not even reads in flight find room."""
+        """Return the size of the expert cache in host memory with a device: the memory left over,
+        up to the size of all experts. Returns a refusal if not even reads in flight fit."""
         config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
-        # llama.cpp keeps embeddings there, but for those that stay on disk.
+        # llama.cpp keeps token embeddings in host memory unless they stay on disk.
         if all(table.info.name != EMBEDDINGS for table in model.lookup):
             tables = (part.tensors.get(EMBEDDINGS) for part in model.parts)
             fixed += max((each.nbytes for each in tables if each), default=0)
@@ -546,7 +576,7 @@ class _Layout:
         groups, layers = slots.groups, placement.shape.host_slots
         staged = {tier for (*_, tier), at in slots.group_of.items() if not groups[at].on_host}
         sizes = [size for each in layers for tier in staged for size in each[tier].values()]
-        # Every size has slots of its own, two at least.
+        # Each slot size has slots of its own, at least two.
         in_flight = max(2 * config.io_threads * max(sizes), 2 * sum(set(sizes)))
         needed = fixed + in_flight
         if room.ram_bytes < needed:
@@ -560,19 +590,19 @@ class _Layout:
 
     @property
     def _option(self) -> str:
-        """The option that limits the memory that experts live in."""
+        """The option that limits the memory that holds the experts."""
         return "--vram" if self.machine.device else "--ram"
 
     def _given(self, room: MemoryPlan) -> str:
-        """The cap that binds, for a message."""
+        """A phrase for messages that names the limiting cap."""
         if self._asked == room.cap_bytes:
             return f"{self._option} {format_size(room.cap_bytes)}"
         of = f" of {room.device.name}" if room.device else ""
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: MemoryPlan, placement: Placement) -> Refusal:
-        """The refusal of a budget below what the policy needs. placement: the smallest, beside the
-        room."""
+        """Return the refusal of a budget below the policy's minimum. placement: the placement with
+        the fewest slots."""
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
@@ -589,8 +619,8 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """The refusal that tells the user the smallest limit that works, with its context, or names
-        --cache-ram if that alone leaves too little."""
+        """Return the refusal that names the smallest limit that works and its context, or
+        --cache-ram if the model fits without it."""
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):
             return plan
@@ -620,7 +650,7 @@ class _Layout:
         return replace(self, request=replace(self.request, config=config))
 
     def _cache_too_large(self, needed_bytes: int) -> Refusal:
-        """The refusal of --cache-ram, without which the model fits."""
+        """Return the refusal of a --cache-ram without which the model fits."""
         text = (
             f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
             f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
@@ -632,7 +662,7 @@ class _Layout:
 
 
 def _differ(a: int, b: int) -> bool:
-    """Whether two amounts read differently in a message."""
+    """Whether two sizes read differently in a message."""
     return format_least(a) != format_least(b)
 
 
@@ -641,7 +671,7 @@ def _cap(there: Machine | Device, asked: int | None) -> int:
 
 
 def _check_kv(config: Config, model: ExpertModel) -> None:
-    """Raises ConfigError where keys and values cannot be stored in blocks of this type."""
+    """Raise ConfigError if keys and values cannot be stored in blocks of the requested KV type."""
     block, needs = BLOCK[KV_TYPES[config.kv]].weights, ""
     for length in (model.hparams.key_length, model.hparams.value_length):
         if length % block and not needs:

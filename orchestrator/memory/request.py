@@ -1,5 +1,5 @@
-"""What is to be planned: what a user asked for, what a front end needs beside the model, and what
-llama.cpp counts."""
+"""The input of the memory planner: the user's configuration, the needs of a front end, and memory
+counted by llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from gguf_tools.file.layout import pad
 from orchestrator.config import Config
 from orchestrator.memory.shared import CELL_STEP
 
-# Tokens of the context, and tokens that are computed at once.
+# Context length and micro-batch size, in tokens.
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Bytes in the host's memory as llama.cpp counts them, by the tokens that are computed at once:
-    (tokens of the context, bytes of the cache, bytes of the scratch) of some contexts, the shortest
-    one first. Contexts are whole steps of cells, as llama.cpp pads them; between two of them both
-    amounts are on a line."""
+    """Host memory as llama.cpp counts it, in bytes.
+
+    by_tokens: maps a micro-batch size to (context length, KV cache bytes, scratch bytes) for some
+    contexts, shortest first. Context lengths are padded as llama.cpp pads them. Between two of
+    them, both sizes are interpolated linearly.
+    """
 
     by_tokens: Mapping[int, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sizes: Iterable[Size], count: Callable[[int, int], Size | None]) -> Counted:
-        """count: the cache and the scratch of a context of so many tokens and so many at once; None
-        where llama.cpp cannot say."""
+        """Count several sizes. count: returns the bytes of KV cache and scratch for a context
+        length and a micro-batch size, or None if llama.cpp cannot count them."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
             counted = count(n_ctx, n_tokens)
@@ -36,30 +38,32 @@ class Counted:
         return cls(found)
 
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
-        """Bytes of the cache and of the scratch; None where nothing was counted for so many tokens
-        at once."""
+        """Return the bytes of KV cache and scratch; None if nothing was counted for this
+        micro-batch size."""
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
             return points[0][1:] if points else None
         after = min(max(1, bisect_left(points, (n_ctx,))), len(points) - 1)
         (start, *low), (end, *high) = points[after - 1], points[after]
         pairs = zip(low, high, strict=True)
-        # rounded up
+        # Round up.
         kv, scratch = (a - (n_ctx - start) * (a - b) // (end - start) for a, b in pairs)
         return max(0, kv), max(0, scratch)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned.
+    """A request for a memory plan.
 
-    config: what the user asked for. sequences: how many may decode together beside the
-    conversation; they share the context. conversations: memory is set aside for prompts that were
-    read before, and slots of experts give way to a context and to scratch as far as these are used.
-    scored: tokens of a prompt that is scored in parts whose logits are there at once, at most.
-    beside: bytes that the process takes for itself, beside the model and what a chat takes;
-    beside_token: the same for each token of the vocabulary. more_scratch: bytes that llama.cpp was
-    seen to take beyond the estimate. counted: what it counts, in place of estimates.
+    config: the user's configuration. sequences: number of sequences that may decode in parallel in
+    addition to the conversation; they share the context. conversations: reserve memory for the
+    prompt cache, and let the KV cache and scratch take memory from expert slots as they grow.
+    scored: maximum number of prompt tokens whose logits are in memory at once while a prompt is
+    scored in parts.
+
+    beside: bytes of the front end's process in addition to the model and a chat. beside_token: the
+    same for each token of the vocabulary. more_scratch: bytes that llama.cpp took beyond the
+    estimate. counted: memory counted by llama.cpp, which replaces estimates.
     """
 
     config: Config
@@ -73,7 +77,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, config: Config) -> PlanRequest:
-        """The request of a front end that writes its needs into its configuration."""
+        """Return the request of a front end whose needs are in its configuration."""
         return cls(
             config,
             sequences=config.sequences,

@@ -1,5 +1,4 @@
-"""Memory that is given out as it is used: a context's cells and the scratch of a step come first,
-and slots of experts have the rest."""
+"""Memory shared at run time: KV cells and scratch come first, and expert slots get the rest."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from dataclasses import dataclass
 
 from gguf_tools.file.layout import pad
 
-CELL_STEP = 256  # cells come in so many, as llama.cpp pads them
-Line = tuple[int, float]  # bytes beside an empty context, and for each cell of it
+CELL_STEP = 256  # the step to which llama.cpp pads the number of cells
+Line = tuple[int, float]  # bytes for an empty context, and bytes per cell
 
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
-    """The longest context in whole steps of tokens, and of `most` at most, that is not too long,
-    as no shorter one is; 0 where there is none."""
+    """Return the longest context, in whole steps of tokens and up to `most`, that is not too long;
+    0 if there is none. too_long must be monotonic in the length."""
     steps = range(1, -(-most // step) + 1)
     fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
     return min(most, fitting * step)
@@ -23,12 +22,13 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What slots, cells, scratch and copies of prompts share, in bytes.
+    """The memory that slots, KV cells, scratch and prompt copies share. Sizes are in bytes.
 
-    n_bytes: of all of them. least_slots: what a policy needs of them. all_slots: what every expert
-    takes. cell_bytes: of one token of the context; cell_step: memory comes for so many cells at
-    once. sequences: how many share the cells. scratch: by the most tokens of a step, the fewest
-    first. prompts: the most that copies of prompts take.
+    n_bytes: the sum of all parts. least_slots: the minimum that a policy needs for slots.
+    all_slots: slots for every expert. cell_bytes: one token of the context. cell_step: number of
+    cells that are allocated at once. sequences: number of sequences that share the cells. scratch:
+    maps the maximum number of tokens of a step to its scratch, smallest first. prompts: maximum
+    size of prompt copies.
     """
 
     n_bytes: int
@@ -41,48 +41,54 @@ class SharedMemory:
     prompts: int = 0
 
     def slots(self, n_cells: int, n_tokens: int, held: int = 0, width: int = 0) -> int:
-        """What is left for slots in a step of n_tokens that ends with n_cells in use. held: what an
-        earlier step has left of its scratch. width: where the last of these cells may lie, where
-        free ones lie before it: attention sees those, too."""
+        """Return the bytes left for slots in a step of n_tokens that ends with n_cells in use.
+
+        held: scratch still allocated by an earlier step. width: the position after the last used
+        cell if free cells lie before it, because attention covers these too.
+        """
         empty, each = next(s for size, s in self.scratch.items() if size >= n_tokens)
         scratch = empty + int(max(pad(max(1, n_cells), self.cell_step), width) * each)
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Where the last cell may lie behind so many tokens more. cells_end: behind the last one
-        in use. Each of several sequences takes runs of free cells for itself, and may leave a part
-        of one free."""
+        """Return an upper bound of the position after the last used cell after n_tokens more
+        tokens.
+
+        cells_end: the position after the last used cell now. Each of several sequences reserves
+        runs of free cells and may leave a part of one run free.
+        """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
 
     def cache_bytes(self, n_cells: int) -> int:
-        """What so many cells take."""
+        """Return the size of n_cells KV cells."""
         return int(pad(max(1, n_cells), self.cell_step) * self.cell_bytes)
 
     def cells(self, cache_bytes: int) -> int:
-        """How many cells of the context take so much."""
+        """Return how many KV cells fit into cache_bytes."""
         return int(cache_bytes / self.cell_bytes)
 
     def longest(self, most: int) -> int:
-        """The longest context, of `most` tokens at most, at whose end a policy still has what it
-        needs; 0 where there is none."""
+        """Return the longest context up to `most` tokens at whose end the policy still has its
+        minimum slots; 0 if there is none."""
         at_once, least = min(self.scratch), self.least_slots
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
-        """How many tokens may be read at once so that the context then has n_cells: the least
-        number always, since `longest` sees to it."""
+        """Return the micro-batch sizes with which the context may reach n_cells. The smallest size
+        is always included, because `longest` guarantees that it fits."""
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
         return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
-        """How many of n_tokens behind n_cells are best read at once: with which least comes from
-        the disk.
+        """Return how many of n_tokens after n_cells to compute at once, so that the fewest bytes are
+        read from disk.
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so that each one reads all
-        that have no slot. Its scratch takes slots from experts, which are read `again` times behind
-        the prompt. With n tokens, u at once, A bytes of all experts and S(u) of slots that is
+        A micro-batch of hundreds of tokens uses nearly every expert, so each one reads all experts
+        without a slot. Its scratch takes memory from slots. The evicted experts are read `again`
+        times after the prompt. With n tokens, u at once, A bytes of all experts and S(u) bytes of
+        slots, the bytes read are, up to a constant
 
             ceil(n / u) (A - S(u)) - again S(u)
         """

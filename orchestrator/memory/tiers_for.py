@@ -1,4 +1,5 @@
-"""Which precisions a packed file wants for a memory: those that a resident plan would use there."""
+"""Choice of the tiers of a packed file for a given memory size: those that a resident plan would
+use."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from orchestrator.memory.plan import Refusal, plan
 from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import BASELINE
 
-# Types that need no importance matrix, and are quick to make.
+# Types that are quick to quantize and need no importance matrix.
 TYPES = (
     GGMLType.Q8_0,
     GGMLType.Q6_K,
@@ -28,25 +29,28 @@ TYPES = (
     GGMLType.Q3_K,
     GGMLType.Q2_K,
 )
-# What streams: most models are published in the first, and the second is the usual low one.
+# Types for experts that are read from disk: most models are published in the first, and the second
+# is the usual low tier.
 _STREAMED = (GGMLType.Q4_K, GGMLType.Q2_K)
-# How uneven use times loss is between experts, where nobody has measured it: the arithmetic over
-# the geometric mean, as on the demo model.
+# How much usage times loss varies between experts if it was not measured: arithmetic mean divided
+# by geometric mean, as on the demo model.
 _UNEVENNESS = 1.25
-# Experts that stand for all, and how many of them a tier has to have.
+# Number of representative experts, and the minimum number of them that makes a tier worthwhile.
 _SHARES = 64
 _LEAST = 2
 
 
 def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
-    """Names of the tiers, best first, and why these, a sentence. ram_bytes: cap on all that the
-    model will take, as --ram.
+    """Return the tier names, best first, and a sentence that explains them. ram_bytes: cap on all
+    memory of the model, as in --ram.
 
-    The best one is the model's own where it is quantized, else Q8_0: what is lossless here. Where
-    all of it fits, it is the only one. Where every expert fits in some type, the others are those
-    that an allocation over all types gives to a share of the experts worth having, for experts
-    whose use times loss is as uneven as on the demo model. Where none fits, experts come from the
-    disk while decoding, high or low. Raises BudgetError for a memory without room for that.
+    The best tier is the model's own if it is quantized, otherwise Q8_0, which counts as lossless.
+    If the whole model fits in it, it is the only tier. If every expert fits in some type, the lower
+    tiers are those that an allocation over all types gives to at least a minimum share of the
+    experts, with usage times loss as uneven as on the demo model. If no type fits, experts are read
+    from disk while decoding, in the high or low tier.
+
+    Raises BudgetError if the memory is too small for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
     found = plan(PlanRequest.of(config), model, Machine(1 << 62))
@@ -77,9 +81,12 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
-    """Return the bits a weight of each of TYPES, in their order, for a model with these rows. Rows
-    that are no multiple of a type's block get another type (FALLBACK of gguf_tools.file.layout),
-    and a type that takes no less for it than the one before is left out."""
+    """Return the bits per weight of each of TYPES, in their order, for a model with these row
+    lengths.
+
+    Rows whose length is not a multiple of a type's block size get another type (FALLBACK of
+    gguf_tools.file.layout). A type that is then no smaller than the type before it is left out.
+    """
     rows = {shape[0] for layer in model.shapes for shape in layer if shape}
     found: dict[GGMLType, float] = {}
     for each in TYPES:
@@ -90,8 +97,8 @@ def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
 
 
 def _shared(types: Mapping[GGMLType, float], best_bits: float, bits: float) -> list[GGMLType]:
-    """Return those of the types below the best tier, with their bits a weight, that experts have in
-    an allocation of `bits` a weight; none if they do not suffice."""
+    """Return the types below the best tier that experts use in an allocation of `bits` bits per
+    weight; empty if no type is small enough. types: maps each type to its bits per weight."""
     if not types or bits < min(types.values()):
         return []
     sigma = math.sqrt(2 * math.log(_UNEVENNESS))

@@ -1,7 +1,7 @@
-"""The policies by name. A policy decides; the native store moves the bytes.
+"""The registry of policies. A policy decides, and the native store moves the bytes.
 
-A policy is one file here, its import below, and its line in POLICIES. No policy imports another:
-what several of them compute with is in orchestrator/allocation.
+To add a policy, write one file in this folder, import it below, and add a line to POLICIES. No
+policy imports another; shared arithmetic is in orchestrator/allocation.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ POLICIES: dict[str, type[Policy]] = {
     )
 }
 
-# The upstream path without a store, which a user asks for like a policy.
+# llama.cpp's own path without an expert store. Users select it like a policy.
 PLAIN = "plain"
 PLAIN_REASON = "runs the best precision alone"
-# What others are compared with, and what decides where everything fits the slots.
+# The policy to compare with, and the default if every expert fits the slots.
 BASELINE = LRU.name
-# What decides where not everything fits.
+# The default if not every expert fits.
 DEFAULT = "dymoe" if "dymoe" in POLICIES else BASELINE
-# The setting that chooses a plan where no policy is named: what an answer may lose, mean KL from
-# the best tier in nats a token.
+# The setting that chooses a plan if no policy is named: the allowed quality loss, as mean KL
+# divergence from the best tier in nats per token.
 ALLOWED_LOSS = "max_loss"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The named policy. Raises PolicyError listing those that there are."""
+    """Return the policy with this name. Raises PolicyError that lists the known names."""
     try:
         return POLICIES[name]
     except KeyError:
@@ -54,26 +54,26 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def known_policies() -> tuple[str, ...]:
-    """Every name that a user may give."""
+    """Return every policy name that a user may type."""
     return (*POLICIES, PLAIN)
 
 
 def policy_settings() -> Mapping[str, Setting]:
-    """Every setting of every policy, by name. Those that several policies have are one: they
-    share its declaration."""
+    """Return every setting of every policy, by name. Policies that have the same setting share its
+    declaration."""
     found: dict[str, Setting] = {}
     for policy in POLICIES.values():
         for name, declared in policy.Settings.declared().items():
             if found.setdefault(name, declared) != declared:
-                raise TypeError(f"two policies declare the setting {name} in two ways")
+                raise TypeError(f"two policies declare the setting {name} differently")
     return found
 
 
 def owners(name: str) -> tuple[str, ...]:
-    """Names of the policies that have a setting."""
+    """Return the names of the policies that have this setting."""
     return tuple(each.name for each in POLICIES.values() if name in each.Settings.declared())
 
 
 def spends_loss(name: str) -> bool:
-    """Whether a policy spends a loss that the user allows: those with the setting for it do."""
+    """Whether a policy has a loss budget, that is, the setting max_loss."""
     return ALLOWED_LOSS in POLICIES[name].Settings.declared()

@@ -1,6 +1,7 @@
-"""What a policy is: a placement, which divides a budget into slots, and a decision for each event.
+"""The policy contract: a placement divides a budget into slots, and the policy chooses tiers.
 
-Both are arithmetic: no clock, no I/O, no global. The same code runs live and in replay.
+Both are pure arithmetic. They read no clock, do no I/O and keep no global state, so the same code
+runs live and in replay.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from orchestrator.settings import Settings
 if TYPE_CHECKING:
     from orchestrator.allocation.estimate import KlEstimate
 
-# Steps in which a policy is asked, where it is asked in all of them.
+# The phases of a policy that decides in prefill and in decode steps.
 EVERY_STEP = tuple(Phase)
 
 
 class TierOffer:
-    """What the tiers of a policy may be chosen from: those of a file, best first, and what their
-    slots take. low: the low tier that a user named, or None."""
+    """The tiers of a file from which a policy may choose, best first, and their slot sizes.
+
+    names: the tier names. budget_bytes: the budget of the expert slots. low: the low tier that the
+    user named, or None.
+    """
 
     def __init__(
         self,
@@ -35,34 +39,33 @@ class TierOffer:
         budget_bytes: int,
         low: FileTier | None = None,
     ) -> None:
-        """shape_of: the model reduced to some of the tiers."""
+        """shape_of: returns the model reduced to the given tiers."""
         self.names, self.budget_bytes, self.low = tuple(names), budget_bytes, low
         self._shape_of = shape_of
 
     @property
     def tiers(self) -> list[FileTier]:
-        """All of them, best first."""
+        """All tiers of the file, best first."""
         return [FileTier(at) for at in range(len(self.names))]
 
     def shape(self, *tiers: FileTier) -> ModelShape:
-        """The model reduced to some of its tiers."""
+        """Return the model reduced to the given tiers."""
         return self._shape_of(tiers)
 
     def fits_whole(self, tier: FileTier) -> bool:
-        """Whether slots for every expert in this tier fit."""
+        """Whether the budget holds every expert in this tier."""
         return self.shape(tier).all_slot_bytes() <= self.budget_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """The precisions that a policy works with, and which ones of a file it takes where the user
-    left that open.
+    """The number of tiers that a policy works with, and its choice if the user names none.
 
-    least, most: how many. keeps: for a policy that keeps every expert in one of them and skips
-    none, what to call these in a message, as "two precisions". skips: it may skip experts, whatever
-    its lower tiers are; it has a lower tier only where one is named. lossless: values of its
-    settings with which every expert is computed in the best tier, {} where that is always so, and
-    None where there are none.
+    least, most: the minimum and maximum number of tiers. keeps: for a policy that keeps every
+    expert in one of its tiers and never skips, the phrase for these tiers in messages, such as "two
+    precisions". skips: the policy may skip experts whatever its lower tiers are, and it uses a
+    lower tier only if the user names one. lossless: the settings with which every expert is
+    computed in the best tier; {} if that is always the case, None if no settings achieve it.
     """
 
     least: int = 1
@@ -72,30 +75,36 @@ class Precisions:
     lossless: Mapping[str, Any] | None = None
 
     def high(self, offer: TierOffer) -> FileTier:
-        """The one to take as the best."""
+        """Return the best tier to use."""
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """The one to take as the lowest, below the high one; None: as many of those that follow as
+        """Return the lowest tier to use, below `high`. None stands for as many of the next tiers as
         the policy works with."""
         return offer.low
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a policy requires of the program that runs it.
+    """The requirements of a policy on the runtime.
 
-    asked_in: the phases of the steps in which `decide` is called once per MoE layer. In other steps
-    every routed expert is requested in default_tier, or in a better one that is in memory, without
-    Python. n_ahead: how many layers ahead the routers are asked; 0 for none. importance: events of
-    prompts carry the attention that tokens receive. counts, states: what a step's report carries,
-    StepReport.counts, and StepReport.resident with target. told_in: the phases of the next steps
-    whose reports carry these; the counts of the other steps come with the next report that has
-    them. transition_rate: bytes per second that transitions may read beside decoding; 0 for no
-    limit. all_resident: every expert is in memory, and only transitions change versions.
-    by_residency: decisions depend on what is in memory, and so on the disk. whole_layers: idle
-    reads bring whole layers. waits: the first token of an answer waits for what `warm` asks for.
-    learns: decisions depend on earlier steps, so that a recording begins with a new policy.
+    asked_in: phases of the steps in which `decide` is called, once per MoE layer. In other steps
+    the store requests every routed expert in default_tier, or uses a better copy if it is resident,
+    without calling Python.
+
+    n_ahead: number of following layers whose routers are evaluated early to predict experts; 0 for
+    no prediction. importance: route events of prompts carry the attention that each token receives.
+
+    counts, states: step reports carry StepReport.counts, and StepReport.resident and target.
+    told_in: phases of the next steps whose reports carry these arrays. Counts of other steps are
+    added to the next report that has counts.
+
+    transition_rate: limit in bytes per second for transitions during decoding; 0 for no limit.
+    all_resident: every expert is resident, and only transitions change its tier. by_residency:
+    decisions depend on which experts are resident, and so on the speed of the disk. whole_layers:
+    idle reads load whole layers. waits: the first token of an answer waits for the transitions that
+    `warm` returns. learns: decisions depend on earlier steps, so a recording must begin with a new
+    policy.
     """
 
     asked_in: tuple[Phase, ...] = ()
@@ -114,24 +123,28 @@ class Wants:
 
 
 class History:
-    """What earlier runs and calibration know of a model. This one knows nothing."""
+    """What earlier runs and calibration recorded about a model. This base class holds no records."""
 
     def hotness(self) -> np.ndarray | None:
-        """How much each expert is used, float64 [n_layers, n_expert]."""
+        """Return the usage of each expert, float64 [n_layers, n_expert], or None if it is unknown."""
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """What each expert loses in these tiers, float64 [n_layers, n_expert, n_tiers]. per_use:
-        times what gates the expert usually has, in nats where a fit is known."""
+        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers], or
+        None if it is unknown.
+
+        per_use: multiply by the mean squared gate weight of the expert; the result is in nats if
+        calibrate fitted the model.
+        """
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """What these tiers cost against the first of them. May raise ConfigError where that is not
-        known, for a policy that cannot work without it."""
+        """Return the estimated KL divergence of these tiers from the first of them, or None if it
+        is unknown. May raise ConfigError if the policy cannot work without the estimate."""
         return None
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:
-        """What a policy found out about its own settings, as `Learned.tuned` has it."""
+        """Return the settings that the policy tuned in an earlier run (`Learned.tuned`), or None."""
         return None
 
 
@@ -140,9 +153,11 @@ UNKNOWN = History()
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a policy knows at the end of a run and the next run may use: hotness, float64
-    [n_layers, n_expert], how much each expert is used; tuned, JSON-ready, what the policy found out
-    about its own settings."""
+    """State of a policy at the end of a run, for the next run.
+
+    hotness: usage of each expert, float64 [n_layers, n_expert]. tuned: settings that the policy
+    tuned itself, JSON-ready.
+    """
 
     hotness: np.ndarray | None = None
     tuned: Mapping[str, Any] | None = None
@@ -150,11 +165,13 @@ class Learned:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a policy divides a budget: the result of `Policy.place`, which is a pure function.
+    """The division of a budget into slots by a policy: the result of the pure function
+    `Policy.place`.
 
-    slots: within the budget, or, where that is too small, the fewest with which the policy works.
-    wants: what the policy requires with these settings and slots. losses: what experts lose in each
-    tier, where the placement depends on it. A policy with more to remember has a subclass.
+    slots: within the budget, or the minimum with which the policy works if the budget is too small.
+    wants: the requirements of the policy with these settings and slots. losses: the loss of each
+    expert in each tier, if the placement depends on it. A policy that needs further values defines
+    a subclass.
     """
 
     policy: type[Policy]
@@ -172,30 +189,33 @@ class Placement:
 
     @property
     def text(self) -> str:
-        """A phrase for the mode line."""
+        """A phrase for the status line."""
         return f"{self.name} {'/'.join(self.shape.tiers)}"
 
     @property
     def spends(self) -> float | None:
-        """The loss that the policy spends on purpose, in nats a token; None for a policy that does
-        not count losses."""
+        """The loss budget of the policy in nats per token; None if the policy does not count
+        losses."""
         return None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """The share of each expert's uses that is requested in each tier, float64 [n_layers,
-        n_expert, n_tiers]; what is missing to 1 is skipped. uses [n_layers, n_expert]: how often
-        tokens of an answer use each expert."""
+        """Return the share of each expert's uses that is requested in each tier, float64 [n_layers,
+        n_expert, n_tiers]. The rest to 1 is skipped.
+
+        uses: how often tokens of an answer use each expert, [n_layers, n_expert].
+        """
         mix = np.zeros((*uses.shape, len(self.shape.tiers)))
         mix[..., 0] = 1.0
         return mix
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """The experts to load before the first token. hotness: how much each expert is used, in
-        place of what the placement was made with."""
+        """Return the experts to load before the first token. hotness: usage of each expert; it
+        replaces the usage with which the placement was made."""
         return ()
 
     def make(self, history: History = UNKNOWN) -> Policy:
-        """The policy that decides with this placement."""
+        """Return a new policy with this placement. It starts from the usage in history if its
+        reports carry counts."""
         made = self.policy(self)
         hotness = history.hotness() if made.wants.counts else None
         if hotness is not None:
@@ -205,12 +225,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a policy declares of itself. Each field is also an attribute of the policy's class.
+    """The declarations of a policy. Each field also becomes an attribute of the policy's class.
 
-    name: as users write it. summary: what it does, a sentence for tables of the documents.
-    Settings: the record of its own settings. reason: ends the sentence "NAME, which ..." that says
-    why another policy's option has no effect. precisions: those that it works with. wants: the most
-    that any placement requires, for plans that are made before there is one.
+    name: the name that users type. summary: one sentence for the tables of the documentation.
+    Settings: the dataclass of its own settings. reason: completes the sentence "NAME, which ..."
+    that explains why an option of another policy has no effect. precisions: the tiers that the
+    policy works with. wants: the maximum of what any placement requires, for plans that are made
+    before a placement exists.
     """
 
     name: str
@@ -222,23 +243,23 @@ class About:
 
 
 class Policy:
-    """One way to decide. This table is the whole contract:
+    """A rule that chooses tiers, prefetches and transitions. This table is the whole contract:
 
     | member | what it is |
     |---|---|
-    | about | required: what the policy declares of itself |
+    | about | required: the declarations of the policy |
     | place | required: divides a budget into slots; pure |
-    | decide | required where `about.wants.asked_in` is not empty: the tiers of a layer's experts |
-    | on_step | told of each step; returns transitions. Default: none |
-    | warm | what is loaded before the first token. Default: what the placement says |
-    | update_settings | live settings changed. Default: has the new record |
-    | report | what the policy knows of its own work. Default: empty |
-    | describe | a phrase for the mode line. Default: the placement's text |
+    | decide | required if `about.wants.asked_in` is not empty: chooses the tiers of a layer's experts |
+    | on_step | called after each step; returns transitions. Default: none |
+    | warm | what is loaded before the first token. Default: the placement's `first` |
+    | update_settings | replaces the live settings. Default: stores the new record |
+    | report | figures of the policy's own work. Default: empty |
+    | describe | a phrase for the status line. Default: the placement's text |
     | recall, learned | optional: state that lives across runs. Default: none |
     | save_sequence, restore_sequence | optional: state of one sequence. Default: none |
 
-    A policy is made of a placement, and has its parts: shape, settings, rules, wants. It may
-    replace its own `wants` between steps.
+    A policy is made from a placement and shares its attributes shape, settings, rules and wants. It
+    may replace its own `wants` between steps.
     """
 
     about: ClassVar[About]
@@ -250,7 +271,8 @@ class Policy:
     wants: Wants
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raises TypeError for a policy whose decisions nobody would ever ask for."""
+        """Raise TypeError for a policy that defines `decide` but declares no phase in which it is
+        called."""
         super().__init_subclass__(**more)
         about = cls.__dict__.get("about")
         if about is None:
@@ -269,9 +291,11 @@ class Policy:
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Divide a budget into slots. Where it is too small, the slots are the fewest with which
-        the policy works: that is the placement at budget 0. Raises PolicyError where the policy
-        cannot work with the model's tiers and these settings; and what `History.estimate` raises.
+        """Divide a budget into slots. If the budget is too small, return the minimum with which the
+        policy works, which is the placement for budget 0.
+
+        Raises PolicyError if the policy cannot work with the model's tiers and these settings, and
+        whatever `History.estimate` raises.
         """
         raise NotImplementedError
 
@@ -282,53 +306,58 @@ class Policy:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Set what a new policy has besides."""
+        """Initialise the state of a new policy."""
 
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """What has to be in memory before the first token, of the run or, where `wants.waits`, of
-        an answer. Then resident and target are given as of StepReport, and the call is repeated
-        each time its transitions are done: () where only those under way are left, None to wait for
-        nothing."""
+        """Return the transitions that must finish before the first token of the run, or of an
+        answer if `wants.waits` is set.
+
+        At the start of an answer, resident and target are given as in StepReport, and the call is
+        repeated each time its transitions finish. It then returns () if only transitions under way
+        are left, and None if the answer need not wait.
+        """
         return self.placement.first()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Write a tier for the routed experts (0 where nothing is written) and what to prefetch.
-        It changes `out` alone, and keeps no reference to its arguments."""
+        """Write a tier for each routed expert and request prefetches. Experts without a written
+        tier get tier 0. Changes only `out`, and keeps no reference to its arguments."""
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Called after every step that succeeded. Returns the transitions to start."""
+        """Called after every successful step. Returns the transitions to start."""
         return ()
 
     def update_settings(self, settings: Any) -> None:
-        """Go by a record with other values of live settings from the next step on. Slots stay.
-        Raises PolicyError for values that the policy cannot work with, and changes nothing then."""
+        """Replace the live settings. Takes effect at the next step; slots stay unchanged. Raises
+        PolicyError for values that the policy cannot work with, and then changes nothing."""
         self.placement = replace(self.placement, settings=settings)
         self.settings = settings
 
     def report(self) -> Mapping[str, Any]:
-        """What the policy knows about its own work, JSON-ready; empty where nothing."""
+        """Return figures of the policy's own work, JSON-ready; empty by default."""
         return {}
 
     def describe(self) -> str:
-        """A phrase for the mode line."""
+        """Return a phrase for the status line."""
         return self.placement.text
 
     def recall(self, hotness: np.ndarray) -> None:
-        """Start from what an earlier run learned, `Learned.hotness`. Called before `warm`."""
+        """Start from the usage that an earlier run learned (`Learned.hotness`). Called before
+        `warm`."""
 
     def learned(self) -> Learned:
-        """What the next run may use."""
+        """Return the state to keep for the next run."""
         return Learned()
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """What the policy knows of one sequence, for whoever keeps its tokens; None for nothing."""
+        """Return the policy's state of one sequence, to be kept with its tokens; None if it has
+        none."""
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on; state is what save_sequence returned. Raises PolicyError for other
-        bytes."""
+        """Restore the state of a sequence from the bytes that save_sequence returned. Raises
+        PolicyError for other bytes."""
 
 
 def place(
@@ -339,8 +368,11 @@ def place(
     budget_bytes: int = 0,
     history: History = UNKNOWN,
 ) -> Placement:
-    """The placement of a policy. settings: None for its defaults. Raises what `Policy.place`
-    raises, and TiersError for a model with fewer tiers than the policy works with."""
+    """Return the placement of a policy. settings: None for the policy's defaults.
+
+    Raises what `Policy.place` raises, and TiersError for a model with fewer tiers than the policy
+    needs.
+    """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least
     if precisions.keeps is not None and (too_few or rules.skip):

@@ -1,5 +1,5 @@
-"""What policies have in common that place experts by how much each was used of late, and change
-versions in the background."""
+"""Base class of policies that place experts by their recent usage and change tiers in the
+background."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from orchestrator.events import Phase, StepReport
 from orchestrator.policy.base import Learned, Policy, Wants
 from orchestrator.settings import setting
 
-# Exchanges that wait for a slot between two updates; each update makes the list anew.
+# Maximum number of exchanges that wait for a slot between two updates; each update makes a new
+# list.
 MAX_QUEUE = 64
 
 
 @dataclass(frozen=True)
 class Intervals(Background):
-    """Settings of policies that learn from intervals."""
+    """Settings of policies that learn from intervals of steps."""
 
     update_steps: int = setting(
         32,
-        "Decode steps between two updates of the hot sets, 0 for none; a prompt's part ends an "
-        "interval too.",
+        "Decode steps between two updates of the hot sets; 0 for no updates. A prefill step "
+        "also ends an interval.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of steps between two updates of the hot sets, as in the paper, in the place "
-        "of a number of steps; 0 for none.",
+        "Milliseconds of steps between two updates of the hot sets, as in the paper; replaces "
+        "--update-steps. 0 for no updates.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(
-        0.8, "The alpha of the hotness's moving average.", within=(0.0, 1.0)
+        0.8, "Decay factor (alpha) of the hotness's moving average.", within=(0.0, 1.0)
     )
     hysteresis: float = setting(
         0.25,
-        "By how many mean scores of its layer an expert has to be hotter than the one that it "
-        "replaces.",
+        "How much hotter an expert has to be than the expert that it replaces, as a multiple of "
+        "the mean score of its layer.",
         within=(0.0, 1e6),
     )
 
 
 def wants_to_learn(wants: Wants, settings: Intervals) -> Wants:
-    """The same with what a policy requires that learns from intervals."""
+    """Return wants extended by the requirements of a policy that learns from intervals."""
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
 
 
 class Learning(Policy):
-    """A policy that goes by S, a moving average over intervals of how much an expert is used.
+    """A policy that follows S, a moving average of the usage of each expert over intervals.
 
-    S <- a S + (1 - a) f (DynaExq, 3.5) at the end of each interval, with f the share of the
-    interval's tokens that use the expert, 0 to 1, where the paper counts tokens: a prompt's part of
-    512 tokens says no more of what comes than some dozens do. a = alpha ** w, with w the part of a
-    whole interval that the layer saw: 1 by the clock; else as many of update_steps as there were
-    tokens, 1 at most; of a prompt the last layer sees only tokens with an output, and forgets
-    accordingly little.
+    At the end of each interval, S <- a S + (1 - a) f (DynaExq, section 3.5). f is the share of the
+    interval's tokens that use the expert, 0 to 1. The paper uses token counts instead, but a
+    prefill step of 512 tokens predicts the next steps no better than some dozens of tokens do.
 
-    An interval is update_steps decode steps, and a prompt's part ends it too; or, as in the paper,
-    update_ms of the steps' own time, as the step reports tell it.
+    a = alpha ** w, where w is the fraction of a whole interval that the layer saw. By the clock
+    (update_ms) that is 1; otherwise it is tokens / update_steps, at most 1. The last layer sees
+    only prompt tokens with an output, so its average decays less.
 
-    updates: intervals that ended. _scores: S, float64 [n_layers, n_expert]; zeros before the first
-    of them. _at_rest: nothing is under way, or waits to be moved, so that the policy has nothing to
-    do until the scores are new; what counts each of its steps leaves it False.
+    An interval is update_steps decode steps, and a prefill step also ends it. With update_ms, as in
+    the paper, an interval is that time of steps according to the step reports.
+
+    updates: the number of finished intervals. _scores: S, float64 [n_layers, n_expert], zeros
+    before the first interval ends. _at_rest: no transition runs or waits, so the policy has nothing
+    to do until the scores change; a policy that needs the counts of each step leaves it False.
     """
 
     settings: Intervals
@@ -84,17 +86,17 @@ class Learning(Policy):
         return Learned(hotness=self._scores.copy())
 
     def _choose_reports(self) -> None:
-        """Set in which steps the next report has to carry what this policy wants."""
+        """Request the arrays of the next report only in the phases in which the policy needs them."""
         told = tuple(phase for phase in Phase if self._wants_report(phase))
         if told != self.wants.told_in:
             self.wants = replace(self.wants, told_in=told)
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Not while every expert is where it should be, and the scores stay as they are."""
+        """Whether the next step needs a full report: experts are moving, or the interval may end."""
         return not self._at_rest or self._may_end_interval(phase)
 
     def _may_end_interval(self, phase: Phase) -> bool:
-        """Whether the next step may end an interval, if it is one of this phase."""
+        """Whether the next step would end an interval if it had this phase."""
         return self.settings.update_ms is not None or self._ends_interval(phase, self._steps + 1)
 
     def _ends_interval(self, phase: Phase, n_steps: int) -> bool:
@@ -104,7 +106,7 @@ class Learning(Policy):
         return steps > 0 and (phase == Phase.PREFILL or n_steps >= steps)
 
     def _count(self, report: StepReport) -> bool:
-        """Counts a step; whether it ended an interval, so that the scores are new."""
+        """Add a step to the interval. Returns True if the interval ended and the scores are new."""
         if report.counts is not None:
             self._counts += report.counts
         self._steps += 1

@@ -1,4 +1,4 @@
-"""The null baseline: one precision, load on demand, one global least-recently-used order."""
+"""The null baseline: one precision, loading on demand, one global least-recently-used order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from orchestrator.policy.base import About, History, Placement, Policy, Precisio
 
 
 class LRU(Policy):
-    """Every routed expert in the best tier. One slot group per matrix kind and slot size,
-    shared by all layers; the store's own order does the rest, so Python is not called."""
+    """Request every routed expert in the best tier.
+
+    Each matrix kind and slot size has one slot group, shared by all layers. The store's own LRU
+    order decides what to evict, so Python is not called during a step.
+    """
 
     about = About(
         name="lru",
         summary=(
-            "The null baseline: one precision, load on demand, evict what was used longest ago."
+            "The null baseline: one precision, loading on demand, least-recently-used eviction."
         ),
         reason="runs one precision",
         precisions=Precisions(most=1, lossless={}),
-        # A prompt comes next, and needs nearly all experts. With single experts in every layer, its
-        # first layers would evict what the later ones need.
+        # Idle reads prepare for the next prompt, which needs nearly all experts. If they loaded
+        # single experts of every layer, the prompt's first layers would evict what later layers
+        # need.
         wants=Wants(whole_layers=True),
     )
 
@@ -33,7 +37,7 @@ class LRU(Policy):
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """The same share of the experts of every group."""
+        """Give each slot group the same share of its experts."""
         layers_of: dict[tuple[int, int], list[int]] = {}
         for layer, tiers in enumerate(shape.slots):
             for kind, size in tiers[0].items():
