@@ -48,7 +48,7 @@ def test_a_library_without_a_gpu_has_no_flash_attention_there(one):
 def test_copies_are_timed(library):
     device = find_device(library, "host")
     speed = measure_device(library, device, 1)
-    assert speed.pinned == speed.read == 0  # main memory is not pinned for itself
+    assert speed.pinned == 0  # main memory is not pinned for itself
     assert speed.compute > MIB
     assert speed.pageable > MIB
     assert speed.round_trip_us > 0
