@@ -51,7 +51,7 @@ def test_types_that_need_importance_are_refused_without(kind, ggml):
     with pytest.raises(errors.QuantizeError, match="needs an importance matrix"):
         ggml.quantize(kind, matrix()[0])
     with pytest.raises(
-        errors.QuantizeError, match=r"importance matrix: .moe-edge pack. makes one \(--method"
+        errors.QuantizeError, match=r"importance matrix: let .moe-edge pack. make one \(--method"
     ):
         parse_tiers([kind.tier_name])
     assert parse_tiers([kind.tier_name], importance=True) == [kind]
@@ -169,7 +169,10 @@ def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggm
         (("--imatrix", "TEXT"), "neither a GGUF nor an importance matrix"),
         (("--method", "imatrix", "--calib", "none.txt"), "none.txt: No such file"),
         (("--method", "gptq"), "gptq needs --calib TEXT and cannot be used with --imatrix"),
-        (("--method", "gptq", "--imatrix", "TEXT"), "gptq needs --calib TEXT and cannot be used with --im"),
+        (
+            ("--method", "gptq", "--imatrix", "TEXT"),
+            "gptq needs --calib TEXT and cannot be used with --im",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options, message, small, text, tmp_path):

@@ -22,6 +22,7 @@ from orchestrator.lab.bench.child import (
     token_stream,
 )
 from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.native.abi import WAITS
 
 
 def job(**changes):
@@ -125,7 +126,8 @@ def test_a_part_has_what_the_store_counted_meanwhile():
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
             found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
-            found.transition_bytes = 0
+            found.transition_bytes = found.transitions_begun = found.table_writes = 0
+            found.locks, found.waited_ns = [0, 0], [[0] * len(WAITS)] * 2
             return found
 
         def callback_us(self, since):
