@@ -71,7 +71,7 @@ class BenchOptions(Settings):
     threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
     seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
     quick: bool = setting(
-        False, "Test with a tiny model in seconds. Its figures are not meaningful."
+        False, "Test with a tiny model in seconds; its figures are not meaningful."
     )
     retention: float = again(
         DyMoESettings,
@@ -97,7 +97,7 @@ class BenchOptions(Settings):
     )
     layers: int | None = setting(
         None,
-        "Layers of a random-weight model. All 48 of qwen3-30b need 27 GB of disk.",
+        "Layers of a random-weight model; all 48 of qwen3-30b need 27 GB of disk.",
         within=FROM_1,
         shown="a few",
     )

@@ -87,9 +87,9 @@ class ReplayOptions(Settings):
     )
     link: str = setting(
         SHARED,
-        "How reads share the disk. shared: demand reads first, and outdated prefetches are "
-        "cancelled, as the store does. rigid: one queue for demand reads and prefetches, without "
-        "overtaking or cancelling.",
+        "How reads share the disk: shared serves demand reads first and cancels outdated "
+        "prefetches, as the store does; rigid has one queue for demand reads and prefetches, "
+        "without overtaking or cancelling.",
         choices=LINKS,
         group=MORE,
     )

@@ -41,7 +41,7 @@ def least(path):
 def test_what_is_seen_is_the_same(model):
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
-    with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
+    with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
         seen_in(model, CalibrationBudget(small - 1, OWN))
     plain, within = seen_in(model, None), seen_in(model, CalibrationBudget(small, OWN))
     assert plain.keys() == within.keys()
