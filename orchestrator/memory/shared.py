@@ -51,8 +51,7 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the position after the last used cell after n_tokens more
-        tokens.
+        """Return an upper bound of the position after the last used cell, n_tokens tokens later.
 
         cells_end: the position after the last used cell now. Each of several sequences reserves
         runs of free cells and may leave a part of one run free.
