@@ -306,7 +306,7 @@ class GenerationStats:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Return the q-th percentile (0 to 100) with linear interpolation; nan for an empty sequence."""
+    """Return the q-th percentile (0 to 100) with linear interpolation; nan for no values."""
     if not len(values):
         return float("nan")
     found = sorted(map(float, values))

@@ -1,6 +1,5 @@
-"""What policies compute with: how much an expert matters, which tier and slots it gets, what is
-read ahead of its use.
+"""Arithmetic shared by policies: importance of experts, choice of tiers and slots, and prefetching.
 
-It stands below the policies and knows none of them. What only one of them uses lies with that one.
-It may import events and settings.
+This package does not import policies; arithmetic of a single policy is in that policy's file. It
+may import events and settings.
 """

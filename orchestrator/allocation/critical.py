@@ -1,4 +1,4 @@
-"""How many of a token's experts are critical, by their gates and by depth (DyMoE, sections 4.2 and
+"""The number of critical experts of a token, by gates and by depth (DyMoE, sections 4.2 and
 4.3)."""
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ COSINE, LINEAR, FLAT = SCHEDULES
 
 
 def gate_order(weights: Sequence[float]) -> Sequence[int]:
-    """Places of one token's routed experts, the most important first: I(E_j) = g_j, eq. 3,
-    with g_j its routing weight [k]. Equal weights keep the router's order, which is that of
-    the weights unless the router selects by something else (a bias, groups)."""
+    """Return the positions of one token's routed experts, most important first.
+
+    The importance I(E_j) is the routing weight g_j (eq. 3). weights: [k]. Equal weights keep the
+    router's order, which is by weight unless the router selects by another criterion (a bias,
+    groups).
+    """
     places = range(len(weights))
     if sorted(weights, reverse=True) == weights:
         return places
@@ -23,10 +26,12 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """c(l), the schedule's shape from 1 in the first layer to 0 in the last, with L = n_layers.
+    """Return c(l) for every layer, a schedule that falls from 1 in the first layer to 0 in the
+    last.
 
-    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2, of eq. 4. To compare with: linear, c(l) =
-    1 - l / (L-1); flat, 0 in all, as in the only layer of one. Raises ConfigError for another name.
+    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2 with L = n_layers, of eq. 4. For comparison:
+    linear, c(l) = 1 - l / (L-1); flat, 0 in all layers. A single layer gets 0. Raises ConfigError
+    for an unknown schedule.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")

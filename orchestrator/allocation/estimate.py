@@ -16,15 +16,16 @@ import numpy as np
 
 from orchestrator.events import SKIP
 
-# Tokens over which it is judged whether a text uses experts as the texts of a loss table do. Their
-# range is that of windows of as many tokens.
+# Window length, in tokens, for comparing a text's use of experts with the texts of a loss table.
 ROUTING_TOKENS = 256
 
 
 def surprise(counts: np.ndarray) -> np.ndarray:
-    """How unusual one use of each expert is, float64 [n_layers, n_expert]: minus the logarithm of
-    the expert's share of the uses of its layer, less the mean of that over these uses. counts: the
-    uses, [n_layers, n_expert]."""
+    """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
+
+    It is minus the logarithm of the expert's share of its layer's uses, less the mean of that over
+    the uses. counts: the uses, [n_layers, n_expert].
+    """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
     found: np.ndarray = unusual - (share * unusual).sum(axis=1, keepdims=True)
@@ -35,8 +36,8 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 class Routing:
     """How the texts of a loss table use experts.
 
-    surprise: as the function, by the uses in all of these texts. low, high: between them is the
-    mean surprise of a use in each window of ROUTING_TOKENS tokens of these texts.
+    surprise: the result of `surprise` for all uses in these texts. low, high: the range of the mean
+    surprise per use, over windows of ROUTING_TOKENS tokens of these texts.
     """
 
     surprise: np.ndarray
@@ -44,23 +45,25 @@ class Routing:
     high: float
 
     def holds(self, counts: np.ndarray) -> bool:
-        """Whether uses [n_layers, n_expert] of about ROUTING_TOKENS tokens are within the range.
-        True if there are none."""
+        """Whether the mean surprise of these uses is within the range. counts: uses [n_layers,
+        n_expert] of about ROUTING_TOKENS tokens. True if there are none."""
         n = counts.sum()
         return not n or self.low <= float((counts * self.surprise).sum() / n) <= self.high
 
 
 @dataclass(frozen=True, slots=True)
 class KlEstimate:
-    """The KL of one model's tiers in use from the best of them.
+    """The estimated KL divergence of a model's tiers from the best tier in use.
 
-    base: the name of the tier that it is counted from. nats: float64 [n_layers, n_expert,
-    n_tiers + 1], what an expert with a gate weight of 1 costs a token in each tier, best first, and
-    skipped; nothing in the base. gates: float64 [n_layers, n_expert], the mean square of the gate
-    weights that each expert had where it was chosen. Texts differ in how much the same errors move
-    their tokens, so that nats are those of the sensitive ones: of the windows that the table was
-    measured on, nine tenths lose less. spread: what the least sensitive tenth loses at most, as a
-    share of nats. routing: None if it is not known.
+    base: the name of that best tier. nats: the cost of an expert with a gate weight of 1 for a
+    token, float64 [n_layers, n_expert, n_tiers + 1], in each tier, best first, and skipped; 0 in
+    the base. gates: the mean squared gate weight of each expert when it was chosen, float64
+    [n_layers, n_expert].
+
+    The same errors change the tokens of some texts more than those of others. nats are for
+    sensitive texts: nine tenths of the windows that the table was measured on lose less. spread:
+    the loss that the least sensitive tenth does not exceed, as a share of nats. routing: None if
+    unknown.
     """
 
     base: str
@@ -68,9 +71,9 @@ class KlEstimate:
     gates: np.ndarray
     spread: float = 1.0
     routing: Routing | None = None
-    # [n_layers, n_expert, 256], by the tier as a decision names it.
+    # [n_layers, n_expert, 256], indexed by tier or SKIP.
     _by_tier: np.ndarray = field(init=False)
-    # The same memory, of which single values are read faster.
+    # The same memory as a memoryview, which is faster for single values.
     _lost: memoryview = field(init=False)
 
     @classmethod
@@ -83,9 +86,12 @@ class KlEstimate:
         spread: float = 1.0,
         routing: Routing | None = None,
     ) -> KlEstimate:
-        """costs: as nats, against full precision, of these tiers and, last, the base; then skipped:
-        float64 [n_layers, n_expert, n_tiers + 2]. Roundings of one expert in two precisions are
-        independent, so that their squares add up."""
+        """Make an estimate from costs against full precision.
+
+        costs: like nats, float64 [n_layers, n_expert, n_tiers + 2], for the tiers `names`, then the
+        base, then skipped. The rounding errors of one expert in two precisions are independent, so
+        their squares add up.
+        """
         nats = np.delete(costs, -2, axis=2) + costs[..., -2:-1]
         if base in names:
             nats[..., list(names).index(base)] = 0
@@ -101,28 +107,32 @@ class KlEstimate:
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
     ) -> np.ndarray:
-        """Nats of each token in one layer, float64 [T]: the sum of g^2 L over its experts.
+        """Return the nats of each token in one layer, float64 [T]: the sum of g^2 L over its
+        experts.
 
-        ids int, weights float [T, k]; tiers uint8 [n_expert], the tier that each expert is computed
-        in, or SKIP.
+        ids int, weights float [T, k]; tiers uint8 [n_expert], the tier in which each expert is
+        computed, or SKIP.
         """
         squares = np.square(weights, dtype=np.float64)
         lost: np.ndarray = (squares * self._by_tier[layer, ids, tiers[ids]]).sum(axis=1)
         return lost
 
     def of_expert(self, layer: int, expert: int, weight: float, tier: int) -> float:
-        """Nats of one token by one expert: g^2 L, as of_choice has them."""
+        """Return the nats of one expert for one token: g^2 L, as in of_choice."""
         cost: float = self._lost[layer, expert, tier]
         return weight * weight * cost
 
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
-        """Nats of so many uses of each expert [n_layers, n_expert], whose gate weights are as they
-        usually are, with each in a tier [n_layers, n_expert]. Of a plan in which every expert is
-        resident: uses a token, the hotness, give the mean KL of a token."""
+        """Return the nats of `uses` uses of each expert with its usual gate weights, each expert in
+        one tier.
+
+        uses, tiers: [n_layers, n_expert]. If every expert is resident and uses is the usage per
+        token (hotness), the result is the mean KL divergence per token.
+        """
         return float((uses * self.of_use(tiers)).sum())
 
     def of_use(self, tiers: np.ndarray) -> np.ndarray:
-        """Nats of one use of each expert in its tier, float64 [n_layers, n_expert], as of_uses."""
+        """Return the nats of one use of each expert in its tier, float64 [n_layers, n_expert]."""
         lost = np.take_along_axis(self._by_tier, tiers[..., None].astype(np.int64), axis=2)
         found: np.ndarray = self.gates * lost[..., 0]
         return found

@@ -1,14 +1,14 @@
-"""Which expert gets which tier of a budget of bytes: bit allocation on convex hulls (Shoham and
+"""Choice of a tier for each expert under a byte budget: bit allocation on convex hulls (Shoham and
 Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers").
 
-Minimise the sum over layers l and experts e of w[l, e] L[l, e](t) where the slots of all experts
-take at most B bytes; w says how much an expert is used, L what it loses in tier t. Only the tiers
-on the lower convex hull of an expert's (bytes, loss) can be part of a best choice at a price per
-byte. The edges of all hulls, the steepest first, are the edges of the hull of the whole model: so
-many of them as the budget holds are the best choice of all that take as many bytes, exactly.
+Minimise the sum over layers l and experts e of w[l, e] L[l, e](t) under the condition that the
+slots of all experts take at most B bytes. w is the usage of an expert, and L its loss in tier t. At
+a given price per byte, only tiers on the lower convex hull of an expert's (bytes, loss) points can
+be optimal. The edges of all hulls, sorted by falling slope, form the hull of the whole model. The
+first edges that fit the budget are the optimal allocation for exactly the bytes that they take.
 
-Two tiers whose losses are alike in all experts come down to the order of w, as in DynaExq (3.3);
-one layer and nominal bits to a prefix split (the near-data paper, 4.2).
+With two tiers and uniform losses, this reduces to the order of w, as in DynaExq (3.3). With one
+layer and nominal bits, it reduces to a prefix split (the near-data paper, 4.2).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 
 class Hull:
-    """The best allocations of a model, from the fewest bytes on.
+    """The optimal allocations of a model, by rising number of bytes.
 
-    n_bytes [S + 1] and loss [S + 1]: what the allocations at its S + 1 break points take and lose.
+    n_bytes, loss: bytes and loss of the allocations at the S + 1 break points, each [S + 1].
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:
@@ -29,7 +29,7 @@ class Hull:
         flat = np.asarray(losses, np.float64).reshape(-1, n_tiers)
         of_expert = np.repeat(np.asarray(sizes, np.int64), n_expert, axis=0)
         self._shape = n_layers, n_expert
-        # Of the tiers with the fewest bytes, the one that loses least.
+        # Start with the smallest tier; among equal sizes, with the least loss.
         least = of_expert == of_expert.min(axis=1, keepdims=True)
         self._start = np.where(least, flat, np.inf).argmin(axis=1)
         slopes, owners, to, more, less = _edges(flat, of_expert, self._start)
@@ -42,17 +42,19 @@ class Hull:
 
     @property
     def least_bytes(self) -> int:
-        """What all experts take in their smallest tiers."""
+        """The bytes of all experts in their smallest tiers."""
         return int(self.n_bytes[0])
 
     def at(self, budget_bytes: int) -> np.ndarray:
-        """The tier of each expert, uint8 [n_layers, n_expert]. Edges are taken in their order; what
-        is left after the last break point goes to later edges that fit. A budget below least_bytes
-        counts as least_bytes."""
+        """Return the tier of each expert for a budget, uint8 [n_layers, n_expert].
+
+        Edges are applied in order. The bytes left after the last break point are used for later
+        edges that fit. A budget below least_bytes counts as least_bytes.
+        """
         budget_bytes = max(budget_bytes, self.least_bytes)
         n = int(np.searchsorted(self.n_bytes, budget_bytes, side="right")) - 1
         tiers = self._start.copy()
-        # An expert's edges lie in its own order, so that the last one stands.
+        # An expert's edges are in order, so the last assignment is the right one.
         tiers[self._owner[:n]] = self._to[:n]
         spare = budget_bytes - int(self.n_bytes[n])
         passed: set[int] = set()
@@ -75,8 +77,8 @@ class Hull:
 def _edges(
     losses: np.ndarray, sizes: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The falling edges of each expert's hull: slope (loss saved a byte), expert, tier that it
-    leads to, bytes more, loss less. losses, sizes [n, n_tiers]."""
+    """Return the falling edges of each expert's hull: slope (saved loss per byte), expert, target
+    tier, added bytes, saved loss. losses, sizes: [n, n_tiers]."""
     rows, at = np.arange(len(losses)), start
     last = np.full(len(losses), np.inf)
     none = np.zeros(0, np.int64)
@@ -86,7 +88,7 @@ def _edges(
         less = losses[rows, at][:, None] - losses
         slope = np.where(more > 0, less / np.where(more > 0, more, 1), -np.inf)
         to = slope.argmax(axis=1)
-        # On a line three points differ by rounding: no edge is steeper than the one before.
+        # Rounding must not make an edge steeper than the previous one.
         last = np.minimum(slope[rows, to], last)
         falls = last > 0
         mine = rows[falls], to[falls]
@@ -99,11 +101,12 @@ def _edges(
 
 
 def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-    """Of losses [n_layers, n_expert, n_tiers] those in the tiers [n_layers, n_expert]."""
+    """Return the losses of the given tiers, [n_layers, n_expert]. losses: [n_layers, n_expert,
+    n_tiers]; tiers: [n_layers, n_expert]."""
     found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
     return found[..., 0]
 
 
 def lost(losses: np.ndarray, tiers: np.ndarray) -> float:
-    """What an allocation loses: the sum of losses w L in its tiers."""
+    """Return the total loss w L of an allocation."""
     return float(in_tiers(losses, tiers).sum())

@@ -1,7 +1,7 @@
-"""Loading experts ahead of their use: its settings, how well it predicts, and whether it pays.
+"""Prefetching of experts: its settings, its accuracy, and whether it makes decoding faster.
 
-The look-ahead itself, g_hat of layer l+1 = Softmax(h of layer l * W_g of layer l+1) (DyMoE, eq. 6),
-is computed in the model's graph and arrives with the route event, best first.
+The prediction, g_hat of layer l+1 = Softmax(h of layer l * W_g of layer l+1) (DyMoE, eq. 6), is
+computed in the model's graph and arrives with the route event, best first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ L = TypeVar("L", bound="LookAhead")
 
 @dataclass(frozen=True)
 class LookAhead(Settings):
-    """Settings of policies that prefetch what the next layers are predicted to choose."""
+    """Settings of policies that prefetch the experts that the next layers are predicted to
+    choose."""
 
     prefetch: str = setting(
-        AUTO, "Load ahead: on, off, or auto: while it pays.", metavar="WHEN", choices=PREFETCHES
+        AUTO,
+        "Prefetch experts: on, off, or auto (while that is faster).",
+        metavar="WHEN",
+        choices=PREFETCHES,
     )
     n_ahead: int | None = setting(
         None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
@@ -33,16 +37,16 @@ class LookAhead(Settings):
 
     @property
     def usual_ahead(self) -> int:
-        """How many layers ahead the policy wants where nothing is asked for."""
+        """The policy's default for n_ahead."""
         return 1
 
     def with_usual(self: L) -> L:
-        """The same with the policy's usual n_ahead where nothing was asked for."""
+        """Return the settings with n_ahead set to the policy's default if it was None."""
         return self if self.n_ahead is not None else replace(self, n_ahead=self.usual_ahead)
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """The same where routers were only asked `depth` layers ahead. asked: names of what was
-        set on purpose. Raises ConfigError where that cannot be had."""
+        """Return the settings for a trace that predicts `depth` layers ahead. asked: names of
+        settings that the user set. Raises ConfigError if a setting in asked needs more."""
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
@@ -56,34 +60,37 @@ class LookAhead(Settings):
         return replace(self, n_ahead=min(n_ahead, depth))
 
 
-BLOCK_STEPS = 8  # a trial is four blocks, in turn without and with
+BLOCK_STEPS = 8  # a trial has four blocks, alternating between two modes
 FIRST_STEPS = 32
 PERIOD_STEPS = 256
 LONGEST_STEPS = 4096
 COUNTED_AT_ONCE = 256
-MARGIN = 0.02  # by this share the other way has to be faster to become the rule
+MARGIN = 0.02  # the opposite mode has to be faster by this share to become current
 
 
 class PredictionScore:
-    """Per layer, over all steps seen: of the experts that were asked for ahead, the share that
-    was then routed to (precision); of the routed ones, the share asked for (recall)."""
+    """Accuracy of prefetching per layer, over all steps seen.
+
+    Precision: the share of prefetched experts that were routed to. Recall: the share of routed
+    experts that were prefetched.
+    """
 
     def __init__(self, n_layers: int) -> None:
-        # Of each layer: experts asked for, steps, experts routed to, those of them asked for.
+        # For each layer: experts prefetched, steps, experts routed to, routed and prefetched.
         self._counts = [[0, 0, 0, 0] for _ in range(n_layers)]
         self._layer = -1
         self._experts: Collection[int] = ()
-        # (layer, experts asked for, experts routed to). They are counted later, many at once, since
-        # a token waits while a layer is decided.
+        # (layer, experts prefetched, experts routed to). Counting is deferred, because a token
+        # waits during each decision.
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """What was asked for ahead in a layer; the next observe() is compared with it. Neither
-        copies what it is given."""
+        """Note the experts prefetched in a layer, for comparison with the next observe(). The
+        sequences are not copied."""
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:
-        """What the layer's tokens really use: distinct experts, skipped ones left out."""
+        """Note the distinct experts that a layer's tokens use, without skipped ones."""
         if layer == self._layer:
             self._seen.append((layer, self._experts, experts))
             if len(self._seen) >= COUNTED_AT_ONCE:
@@ -104,29 +111,30 @@ class PredictionScore:
         self._seen.clear()
 
     def precision(self) -> list[float | None]:
-        """One value a layer; None where nothing was asked for ahead, as in the first. FIRM-MoE's
-        utilisation, eq. 8."""
+        """Return one value per layer; None if nothing was prefetched, as in the first layer.
+        FIRM-MoE calls it utilisation, eq. 8."""
         return self._ratios(3, 0)
 
     def recall(self) -> list[float | None]:
-        """As precision(); FIRM-MoE's accuracy, eq. 7."""
+        """Return one value per layer, like precision(). FIRM-MoE calls it accuracy, eq. 7."""
         return self._ratios(3, 2)
 
     def size(self) -> list[float | None]:
-        """As precision(): how many experts were asked for, the mean over the steps."""
+        """Return the mean number of prefetched experts per step, for each layer."""
         return self._ratios(0, 1)
 
 
 class Prefetching:
-    """Whether a policy loads ahead at the moment, and how well that predicts.
+    """Switches prefetching on and off by trials, and scores its predictions.
 
-    asked: AUTO, ON or OFF. score: of answers of one token. pays: what trials found, if it is AUTO.
+    asked: AUTO, ON or OFF. score: accuracy in decode steps of one token. pays: the result of the
+    latest trial, with AUTO.
 
-    After FIRST_STEPS decode steps, and later at growing intervals, four blocks of BLOCK_STEPS
-    run in turn the other way and as they are; whichever has the lower median step time by more
-    than MARGIN is the rule from then on. A trial that confirms the rule doubles the interval,
-    from PERIOD_STEPS to LONGEST_STEPS; one that changes it starts over. Step times are handed
-    in: there is no clock here.
+    A trial starts after FIRST_STEPS decode steps, and later at growing intervals. It has four
+    blocks of BLOCK_STEPS steps, alternating between the opposite mode and the current one. The
+    opposite mode becomes current if its median step time is lower by more than MARGIN. A trial that
+    keeps the mode doubles the interval, from PERIOD_STEPS to LONGEST_STEPS; a change resets it.
+    Step times come from step reports, because policies read no clock.
     """
 
     def __init__(self, asked: str, n_layers: int) -> None:
@@ -137,14 +145,15 @@ class Prefetching:
 
     @property
     def on(self) -> bool:
-        """Whether the next step loads ahead."""
+        """Whether the next step prefetches."""
         if self.asked != AUTO:
             return self.asked == ON
         other_way = self._wait <= 0 and len(self._trial) // BLOCK_STEPS % 2 == 0
         return self.pays != other_way
 
     def step_done(self, report: StepReport) -> None:
-        """Learns from a decode step of one token, which ran as `on` said."""
+        """Record the time of a decode step of one token, which ran with or without prefetching as
+        `on` said."""
         if self.asked != AUTO or report.phase != Phase.DECODE or report.n_tokens != 1:
             return
         if self._wait > 0:
@@ -163,8 +172,8 @@ class Prefetching:
         self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
-        """prefetch: "off", "on" or "paused", while it does not pay; recall and precision of the
-        look-ahead per layer, since the engine started."""
+        """Return prefetch, which is "off", "on" or "paused" (slower than without), and recall and
+        precision per layer since the runtime started."""
         auto = ON if self.pays else "paused"
         return {
             "prefetch": auto if self.asked == AUTO else self.asked,
@@ -174,5 +183,5 @@ class Prefetching:
 
     @property
     def note(self) -> str:
-        """The end of a mode line: empty unless it does not pay."""
+        """The end of the status line: empty unless prefetching is paused."""
         return "" if self.pays else ", prefetch paused"

@@ -1,5 +1,5 @@
-"""Which experts of a layer are hot for a sequence, and how many bits the others get (the near-data
-paper, sections 4.1 and 4.2)."""
+"""The hot experts of a layer for a sequence, and the bits of the others (the near-data paper,
+sections 4.1 and 4.2)."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from orchestrator.settings import Settings, setting
 
 PLAIN, IMPORTANCE = "plain", "importance"
 
-# The search goes over the first two widths, the third follows, and the fourth gets the rest.
+# The search enumerates the first two widths, derives the third, and the fourth gets the rest.
 MAX_WIDTHS = 4
 
 
 @dataclass(frozen=True)
 class PlacementSettings(Settings):
-    """How experts are placed. Without a prior and with plain weights it is the paper's form."""
+    """Settings of the placement. With prior_tokens 0 and plain weights, it is the paper's form."""
 
     near_bits: float = setting(
         3.0,
-        "Mean nominal bits of the experts of a layer that are not hot, as 3 or 2.5.",
+        "Mean nominal bits of the experts of a layer that are not hot, such as 3 or 2.5.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "What bits are given by: importance (losses weighted by how much each expert is used) or "
-        "plain (losses alone, as in the paper).",
+        "How bits are distributed: importance (by losses weighted with each expert's usage) or "
+        "plain (by losses alone, as in the paper).",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
         0.5,
-        "The share of activation counts in an expert's importance, the rest is gate sums: alpha.",
+        "Share of activation counts in an expert's importance (alpha); the rest is gate sums.",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
         64.0,
-        "How many tokens of a prompt the profile of earlier runs counts as; 0 for none, as in the "
-        "paper.",
+        "Weight of the profile of earlier runs, in prompt tokens; 0 for none, as in the paper.",
         within=(0.0, 1e6),
     )
 
 
 def best_of_each_width(tiers: Sequence[str]) -> list[str]:
-    """Of precisions, best first: one of each width in nominal bits, the widest first."""
+    """Return the best of these tiers for each width in nominal bits, widest first. tiers: best
+    first."""
     by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
     return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
 
@@ -60,12 +60,12 @@ def importance(
     settings: PlacementSettings,
     n_expert_used: int,
 ) -> np.ndarray:
-    """S = a P~ + (1 - a) W~ of section 4.1, float64 [n_layers, n_expert], each row of sum 1.
+    """Return S = a P~ + (1 - a) W~ of section 4.1, float64 [n_layers, n_expert], rows sum to 1.
 
-    counts P: how often each expert was used; gates W: the sums of its routing weights, as the model
-    applies them; profile: how much it was used before, in any unit; all [n_layers, n_expert]. Norm
-    of the paper is the division by the layer's sum. The profile counts as prior_tokens further
-    tokens: P~ = (P + n0 k pi) / sum, pi the profile's shares, and W~ likewise.
+    counts P: uses of each expert; gates W: sums of its routing weights as the model applies them;
+    profile: earlier usage, in any unit; all [n_layers, n_expert]. The paper's Norm is the division
+    by the layer's sum. The profile counts as prior_tokens more tokens: P~ = (P + n0 k pi) / sum,
+    where pi is the profile's shares, and W~ likewise.
     """
     pi = shares(profile)
     used = counts.sum(axis=1, keepdims=True, dtype=np.float64)
@@ -78,7 +78,7 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """What the experts of a layer that are not hot may take together, in nominal bits."""
+    """Return the total nominal bits of the n_cold experts of a layer that are not hot."""
     return int(n_cold * settings.near_bits + 1e-9)
 
 
@@ -90,12 +90,13 @@ def place(
     settings: PlacementSettings,
     most: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """The tier of each expert, uint8 [n_layers, n_expert]: 0 for the n_hot most important ones of
-    each layer, ties by index, and 1 + i for those with bits[i].
+    """Return the tier of each expert, uint8 [n_layers, n_expert]: 0 for the n_hot most important
+    experts of each layer, ties by index, and 1 + i for experts with bits[i].
 
-    scores: S [n_layers, n_expert]. losses: float64 [n_layers, n_expert, len(bits)]. The experts
-    that are not hot take at most near_bits on average, floor(E_n * near_bits) together. most: the
-    most experts of a layer in each of bits. Raises PolicyError where the bits do not suffice.
+    scores: S [n_layers, n_expert]. losses: float64 [n_layers, n_expert, len(bits)]. Experts that
+    are not hot take at most near_bits on average, floor(E_n * near_bits) together. most: the
+    maximum number of experts of a layer for each of bits. Raises PolicyError if the bits do not
+    suffice.
     """
     tiers = np.zeros(scores.shape, np.uint8)
     order = np.argsort(-scores, axis=1, kind="stable")
@@ -109,9 +110,11 @@ def place(
 
 
 def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
-    """Tiers that experts may have which are not hot, best first, one of each width. tiers: all of
-    them, best first; asked: names with commas between them, None for all below the best one. Raises
-    PolicyError."""
+    """Return the tiers for experts that are not hot, best first, one of each width.
+
+    tiers: all tiers, best first. asked: comma-separated names, or None for all below the best.
+    Raises PolicyError for unknown names and for more than MAX_WIDTHS widths.
+    """
     names = list(tiers[1:])
     chosen = names if asked is None else [each.strip().lower() for each in asked.split(",")]
     unknown = [each for each in chosen if each not in names]
@@ -133,21 +136,22 @@ def prefix_split(
     weights: np.ndarray | None = None,
     most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """How many experts get each width, the most important ones the widest: n_b for each of bits.
+    """Return how many experts get each width, n_b for each of bits. The most important experts get
+    the widest.
 
-    loss: float64 [E_n, len(bits)], L_i(b) of each expert, the most important expert first. bits:
-    nominal bits a weight, falling, at most MAX_WIDTHS; a width that the file lacks is left out,
-    so that its n_b is 0. budget_bits: the most that all experts together may take, E_n times the
-    mean width of the paper. weights: [E_n], what a unit of each expert's loss counts; None: alike,
-    as in the paper. most: the most experts of each width, where slots limit them.
+    loss: L_i(b), float64 [E_n, len(bits)], most important expert first. bits: nominal bits per
+    weight, falling, at most MAX_WIDTHS; a width that the file lacks is left out, as if its n_b were
+    0. budget_bits: the maximum of all experts together, E_n times the paper's mean width. weights:
+    the weight of each expert's loss, [E_n]; None for uniform weights, as in the paper. most: the
+    maximum number of experts of each width, if slots limit them.
 
-    Of all such splits it returns one with the least weighted loss, exactly: it looks at every
-    (n of the first width, n of the second), and the best n of the third follows from a running
-    maximum of prefix sums. The paper spends the whole budget; where losses fall with the width
-    that is what the best split does, and where they do not, bits that harm are left unspent.
-    Among equals the one with more of the wider experts is taken.
+    The result is an exact optimum: a split with the least weighted loss. The search covers every (n
+    of the first width, n of the second), and the best n of the third follows from a running maximum
+    of prefix sums. The paper spends the whole budget. If losses fall with the width, the optimum
+    does so too; otherwise, bits that would increase the loss are left unspent. Ties go to the split
+    with more of the wider experts.
 
-    Raises PolicyError where no split keeps to the budget.
+    Raises PolicyError if no split meets the budget.
     """
     n = len(loss)
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
@@ -168,8 +172,8 @@ def prefix_split(
     second = np.arange(limits[1] + 1)[None, :] if missing < 3 else np.zeros((1, 1), np.int64)
     reach = first + second
     rest = spare - extra[0] * first - extra[1] * second
-    # The third width goes from `reach` to `end`: as far as experts, slots and budget last, and at
-    # least so far that the slots of the narrowest one hold what is left.
+    # The third width covers experts from `reach` to `end`, limited by experts, slots and budget.
+    # It ends no earlier than `begin`, so that the slots of the narrowest width hold the rest.
     afford = rest // extra[2] if extra[2] else np.zeros_like(rest)
     end = np.minimum(np.minimum(reach + limits[2], reach + afford), n)
     begin = np.maximum(reach, n - limits[3])
@@ -182,7 +186,7 @@ def prefix_split(
     reach, n_first = reach[i, j], i
     at = _last_largest(sums[2], begin[i, j], end[i, j])
     gain = (sums[0] - sums[1])[n_first] + (sums[1] - sums[2])[reach] + sums[2][at]
-    # The last of the largest has the most experts of the first widths.
+    # Among equal maxima, the last one has the most experts of the first widths.
     chosen = len(gain) - 1 - int(np.argmax(gain[::-1]))
     ends = int(n_first[chosen]), int(reach[chosen]), int(at[chosen])
     counts = (ends[0], ends[1] - ends[0], ends[2] - ends[1], n - ends[2])
@@ -190,7 +194,8 @@ def prefix_split(
 
 
 def _last_largest(sums: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Of prefix sums [n + 1], the last place of the largest of sums[begin..end], of each pair."""
+    """Return the last position of the maximum of sums[begin..end] for each (begin, end). sums:
+    prefix sums [n + 1]."""
     if (sums[1:] >= sums[:-1]).all():
         return end
     n = len(sums)

@@ -1,5 +1,7 @@
-"""Every expert in memory, in one of several tiers: pools of slots that experts share (DynaExq 3.3),
-who may have one, and what stands for losses and use that nobody knows."""
+"""Slot pools for plans in which every expert is resident in one of several tiers (DynaExq 3.3).
+
+Also the reservation of slots, and defaults for unknown losses and usage.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ import numpy as np
 
 from orchestrator.allocation.slots import ModelShape, SlotGroup, SlotPlan, Transition
 
-# Slots of one pool have one size. Layers whose sizes differ by less share one, with the largest.
+# Slots of one pool have one size. Layers whose sizes differ by less than this ratio share a pool.
 _SAME_SIZE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Slots for whole experts of some layers in one tier. sizes: kind to slot bytes."""
+    """Slots for whole experts of some layers in one tier. sizes: slot bytes by matrix kind."""
 
     layers: tuple[int, ...]
     sizes: dict[int, int]
@@ -25,13 +27,13 @@ class Pool:
 
     @property
     def unit_bytes(self) -> int:
-        """One expert: a slot for each of its matrices."""
+        """The bytes of one expert: one slot for each of its matrices."""
         return sum(self.sizes.values())
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Layers by the size of slots that hold any of the tiers, so that as few pools as possible need
-    slots in reserve."""
+    """Group layers by the size of slots that hold any of the tiers. Fewer pools need fewer reserve
+    slots."""
     pools: list[Pool] = []
     largest = [
         {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
@@ -56,7 +58,7 @@ def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
 
 
 def slot_sizes(shape: ModelShape) -> np.ndarray:
-    """What an expert's slots take in each tier, int64 [n_layers, n_tiers]: as much as in the
+    """Return the slot bytes of an expert in each tier, int64 [n_layers, n_tiers]: those of the
     largest layer of its pool."""
     sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
     for tier in range(len(shape.tiers)):
@@ -66,8 +68,8 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 
 
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
-    """The plan of pools, the tiers whose experts each holds, and whether its slots are in the
-    host's memory behind a device."""
+    """Return the slot plan of (pool, tiers that it holds, whether its slots are in host memory next
+    to a device) entries."""
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for pool, tiers, on_host in pools:
@@ -79,20 +81,21 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 
 
 class Tracker:
-    """Free slots of each pool at one moment (DynaExq's BudgetTracker). What is given back shows in
-    the states that the next one is made from."""
+    """The free slots of each pool at one moment (DynaExq's BudgetTracker). Slots that are freed
+    later appear in the next tracker."""
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
-        """free[tier][pool], and pool_of[tier][layer]. Tiers that share their pools share a list."""
+        """free[tier][pool]: free slots. pool_of[tier][layer]: pool index. Tiers that share pools
+        share a list."""
         self._free, self._pool_of = free, pool_of
 
     @property
     def full(self) -> bool:
-        """Whether no pool has a slot."""
+        """Whether no pool has a free slot."""
         return all(n < 1 for pools in self._free for n in pools)
 
     def try_reserve(self, layer: int, tier: int) -> bool:
-        """A slot for one expert; False, and nothing changes, where there is none."""
+        """Reserve a slot for one expert. Returns False, without a change, if none is free."""
         pool = self._pool_of[tier][layer]
         if self._free[tier][pool] < 1:
             return False
@@ -100,7 +103,7 @@ class Tracker:
         return True
 
     def admitted(self, wanting: Iterable[Transition]) -> list[Transition]:
-        """Those of some moves that get a slot, the first ones first."""
+        """Return the moves that get a slot, in order of precedence."""
         found: list[Transition] = []
         for move in wanting:
             if self.full:
@@ -112,9 +115,11 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for n_experts[layer] of each layer, in any of these tiers, each as large as the largest
-    of them. reserve: a few more, for experts that are under way: one for each
-    experts_per_move of a pool, most_moves at most. on_host: in the host's memory behind a device.
+    """Slots for n_experts[layer] experts of each layer in any of `tiers`. Each slot has the size of
+    the largest tier.
+
+    reserve: add slots for moving experts, one per experts_per_move experts of a pool, at most
+    most_moves. on_host: slots are in host memory next to a device.
     """
 
     tiers: tuple[int, ...]
@@ -125,22 +130,22 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Of a pool, where a layer has n_expert experts: one at least, which the store wants in
-        every tier."""
+        """Return the number of slots of a pool, with n_expert experts per layer. It is at least
+        one, because the store requires a slot in every tier."""
         n = sum(self.n_experts[layer] for layer in pool.layers)
         moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
         return max(1, n + min(self.most_moves, moves) * (self.reserve and n > 0))
 
 
 class TierPools:
-    """The pools of a plan of several places, each tier in one of them.
+    """The pools of a plan with several `Places`; each tier belongs to one of them.
 
-    Where all places but the first have slots in reserve, every assignment with as many experts in
-    each place is reached from every other one, and each expert moves once. A move inside of a place
-    takes a slot in reserve and gives one back. Suppose that experts still have to move. If the
-    pools that they want are full, each of these holds an expert that has to leave it, and another
-    pool of these places holds fewer experts than it should. If none is full, only moves to the
-    first place are left: one of its own experts has to leave then, and finds a slot.
+    If all places but the first have reserve slots, every assignment with the same number of experts
+    per place can be reached from any other one, moving each expert once. Proof: a move within a
+    place takes a reserve slot and returns one. Suppose that some experts still have to move. If the
+    wanted pools are full, each of them holds an expert that must leave it, and another pool of
+    these places holds fewer experts than it should. If none is full, only moves to the first place
+    are left; one of its own experts must leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
@@ -157,7 +162,7 @@ class TierPools:
         at_place = {tier: at for at, place in enumerate(places) for tier in place.tiers}
         self._place_of = [at_place[tier] for tier in sorted(at_place)]
         self._pool_in = [np.zeros(shape.n_layers, np.int64) for _ in places]
-        # bool [n_places, 256]: whether a tier is of a place.
+        # bool [n_places, 256]: whether a tier belongs to a place.
         self._is_in = np.zeros((len(places), 256), bool)
         for at, place in enumerate(places):
             self._is_in[at, list(place.tiers)] = True
@@ -166,8 +171,8 @@ class TierPools:
 
     @property
     def pool_of(self) -> np.ndarray:
-        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]: equal
-        numbers of a tier are one pool."""
+        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]. Within a
+        tier, equal numbers mean the same pool."""
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
     def plan(self) -> SlotPlan:
@@ -175,8 +180,8 @@ class TierPools:
         return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
-        """Free slots now. resident, target uint8 [n_layers, n_expert] as of StepReport: an expert
-        between two tiers holds a slot of both, also where these are of one pool."""
+        """Return the free slots now. resident, target: uint8 [n_layers, n_expert], as in
+        StepReport. An expert that moves holds a slot in both tiers, even if they share a pool."""
         moving = target != resident
         free = []
         for pools, pool_in, is_in in zip(self._pools, self._pool_in, self._is_in, strict=True):
@@ -189,11 +194,11 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Moves of experts at rest that are not where they should be, as far as slots are free:
-        those to lower tiers first, since they free the better ones, then those that gain most.
+        """Return the moves of experts at rest towards their wanted tiers, as far as slots are free.
+        Moves to lower tiers come first, because they free better slots; then by falling gain.
 
-        wanted, resident, target uint8, gains float64 [n_layers, n_expert]; resident and target as
-        of StepReport.
+        wanted, resident, target: uint8 [n_layers, n_expert], the latter two as in StepReport.
+        gains: float64 [n_layers, n_expert].
         """
         layers, experts = np.nonzero((resident == target) & (resident != wanted))
         tiers = wanted[layers, experts]
@@ -204,7 +209,7 @@ class TierPools:
 
 
 def every_expert_to(wanted: np.ndarray) -> list[Transition]:
-    """Each expert to its tier, wanted [n_layers, n_expert]."""
+    """Return a transition of each expert to its tier. wanted: [n_layers, n_expert]."""
     return [(layer, expert, int(tier)) for (layer, expert), tier in np.ndenumerate(wanted)]
 
 
@@ -212,20 +217,20 @@ _DIGITS = re.compile(r"\d+")
 
 
 def nominal_bits(tier: str) -> int:
-    """Bits a weight that a precision is named after: 4 of q4_k, 16 of bf16."""
+    """Return the bits per weight in the name of a tier: 4 for q4_k, 16 for bf16."""
     found = _DIGITS.search(tier)
     return int(found.group()) if found else 1
 
 
 def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
-    """What stands for a loss table where there is none, float64 [n_layers, n_expert, len(bits)]:
-    each bit more divides the mean squared error by four, in all experts alike."""
+    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, len(bits)].
+    Each bit more divides the mean squared error by four, for all experts equally."""
     return np.tile(0.25 ** np.array(bits, np.float64), (n_layers, n_expert, 1))
 
 
 def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:
-    """Each row divided by its sum, float64 [n_layers, n_expert]; where that is 0, the row of
-    `otherwise`, or alike in all experts."""
+    """Return each row divided by its sum, float64 [n_layers, n_expert]. A row with sum 0 is
+    replaced by the row of `otherwise`, or by uniform shares."""
     total = sums.sum(axis=1, keepdims=True, dtype=np.float64)
     fallback = np.full(sums.shape, 1 / sums.shape[1]) if otherwise is None else otherwise
     found: np.ndarray = np.where(total > 0, sums / np.where(total > 0, total, 1), fallback)

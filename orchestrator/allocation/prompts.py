@@ -1,5 +1,5 @@
-"""A prompt in slots per layer: which of its experts matter most (DyMoE, section 4.2), which stay in
-memory and which pass through, and what is loaded ahead (section 4.4.1)."""
+"""Prefill with slots per layer: ranking of experts (DyMoE, section 4.2), streaming, and prefetching
+(section 4.4.1)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
-# Of a layer's high slots: those that a prompt may fill with what it uses most, and those that
-# the rest of its experts pass through (docs/experiments/prompts.md).
+# Shares of a layer's high slots: for the experts that a prompt uses most, and for streaming the
+# rest of its experts (docs/experiments/prompts.md).
 _STAYS_SHARE = 0.75
 _PASSING_SHARE = 0.5
 
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """One group per (layer, kind, tier) with counts[layer][tier] slots. Half of those of tier 0
-    are for what passes."""
+    """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
+    use half of the slots of tier 0."""
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for layer, of_tiers in enumerate(counts):
@@ -34,16 +34,16 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
 
 
 def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Slots for whole experts of tier 0 in each layer, as many in one as in another, and one at
-    least."""
+    """Return the number of tier-0 slots of each layer: the same in every layer, at least one."""
     n = shape.n_expert
     sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
     return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
 
 
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
-    """Indices of the top-k tokens T_imp by the attention s_i that they receive (eq. 1),
-    k = ceil(share * T), at least 1. scores float32 [T]; the order of the result is free."""
+    """Return the indices of the top-k tokens T_imp by the attention s_i that they receive
+    (eq. 1), with k = ceil(share * T), at least 1. scores: float32 [T]. The order of the
+    result is undefined."""
     k = max(1, math.ceil(share * len(scores)))
     if k >= len(scores):
         return np.arange(len(scores))
@@ -51,8 +51,8 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 class Ranking(NamedTuple):
-    """Experts of a layer, the most important first: of order, the first n_high are critical, the
-    first n_used are used at all."""
+    """The experts of a layer, most important first. The first n_high of order are critical; the
+    first n_used are used."""
 
     order: np.ndarray
     n_high: int
@@ -60,9 +60,12 @@ class Ranking(NamedTuple):
 
 
 def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
-    """(of each sequence with several tokens in the event, which are a prompt's, their rows; the
-    rows of all other tokens, which go by their gates: those of answers, and prompts' only ones), in
-    the event's order."""
+    """Split the rows of an event's tokens into prompts and single tokens.
+
+    Returns the rows of each sequence with several tokens, which are prompts, and the rows of all
+    other tokens, which are ranked by their gates: tokens of answers, and prompts of one token. All
+    are in the event's order.
+    """
     sequences = event.sequences_array
     of = [np.flatnonzero(sequences == each) for each in sorted(set(sequences.tolist()))]
     single = [int(rows[0]) for rows in of if len(rows) == 1]
@@ -70,15 +73,17 @@ def by_sequence(event: RouteEvent) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 def last_of_sequences(event: RouteEvent) -> np.ndarray:
-    """The rows of each sequence's last token, in the event's order."""
+    """Return the row of each sequence's last token, in the event's order."""
     last = {sequence: row for row, sequence in enumerate(event.sequences_array.tolist())}
     return np.array(sorted(last.values()), np.intp)
 
 
 def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
-    """What several sequences need of a layer, each of them by itself: critical is what is so for
-    one of them, and comes first; then the best rank that an expert has in any of them decides, then
-    the index."""
+    """Merge the rankings of several sequences.
+
+    An expert is critical if it is critical for one of them. Critical experts come first; then the
+    best rank of an expert in any ranking decides, then the index.
+    """
     if len(rankings) == 1:
         return rankings[0]
     best, high = np.full(n_expert, n_expert), np.zeros(n_expert, bool)
@@ -89,25 +94,25 @@ def together(rankings: Sequence[Ranking], n_expert: int) -> Ranking:
     return Ranking(order, int(np.count_nonzero(high)), int(np.count_nonzero(best < n_expert)))
 
 
-# What tokens that go by their gates need in tier 0: from a layer, their experts and weights [T, k]
-# and what is in memory, a mask [n_expert].
+# Returns a mask [n_expert] of the experts that tokens ranked by gates need in tier 0. Arguments:
+# layer, their experts and weights [T, k], and the store view.
 Gated = Callable[[int, np.ndarray, np.ndarray, StoreView], np.ndarray]
 
 
 @dataclass
 class Prompts:
-    """Steps with a prompt: the experts that it uses most may fill three quarters of a layer's high
-    slots; the others pass through half of them at most.
+    """Decisions for steps with prompt tokens.
 
-    A step may have tokens of several prompts and of answers. Each sequence is ranked by itself, as
-    if it were alone; an expert gets the best tier that one of them asks for. The experts of tokens
-    that go by their gates stay in memory, as in a decode step.
+    The experts that a prompt uses most may fill three quarters of a layer's high slots. The others
+    are streamed through at most half of them. A step may have tokens of several prompts and of
+    answers. Each sequence is ranked separately, and an expert gets the best tier that one of them
+    requests. Experts of tokens that are ranked by gates are not streamed, as in a decode step.
 
-    critical(layer, n_used): how many of the n_used experts that a prompt uses in a layer are asked
-    for in tier 0; the others are asked for in tier low. heavy_share: of a prompt's tokens, those
-    whose experts come first, where their importance is known. passes: whether the others pass; else
-    they may take all slots. gated: what an answer's tokens need in tier 0; None for all of it.
-    room: of each layer, its slots in each tier.
+    critical(layer, n_used): how many of the n_used experts of a prompt in a layer are requested in
+    tier 0; the others are requested in tier `low`. heavy_share: the share of a prompt's tokens that
+    are heavy hitters, if their importance is known. passes: stream the less used experts; otherwise
+    they may take all slots. gated: returns which experts tokens of answers need in tier 0; None for
+    all. room: the number of slots of each layer in each tier.
     """
 
     rules: Rules
@@ -119,7 +124,7 @@ class Prompts:
     room: Sequence[Sequence[int]] = ()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer, ahead: bool) -> None:
-        """The tiers of one layer's experts and, if ahead, what to prefetch for the next one."""
+        """Choose the tiers of one layer's experts and, if `ahead`, prefetch for the next layer."""
         layer, n_expert, ids = event.layer, len(out.tier), event.ids_array
         prompts, gated = by_sequence(event)
         scores = event.importance_array
@@ -127,7 +132,7 @@ class Prompts:
             (rows, None if scores is None else heavy_hitters(scores[rows], self.heavy_share))
             for rows in prompts
         ]
-        # Of experts that matter equally, those in memory come first: they cost nothing.
+        # Among equally important experts, resident ones come first, because they need no read.
         here = (view.resident_array[layer] == 0) & (not self.rules.exact)
         rankings = [self._ranked(layer, ids[rows], h, here) for rows, h in pairs]
         if len(gated):
@@ -155,12 +160,12 @@ class Prompts:
     def _ranked(
         self, layer: int, ids: np.ndarray, heavy: np.ndarray | None, first: np.ndarray
     ) -> Ranking:
-        """What a prompt needs of a layer.
+        """Return the ranking of a layer's experts for one prompt.
 
-        The importance of an expert is the number of heavy hitters routed to it, eq. 2; among
-        equals that of all tokens decides, then whether it is one of `first` (bool [n_expert], as
-        what is in memory), then the index. ids int32 [T, k]; heavy: indices of the heavy hitters,
-        None for no distinction between tokens.
+        The importance of an expert is the number of heavy hitters routed to it (eq. 2). Ties are
+        broken by the number of all tokens, then by membership in `first` (bool [n_expert], such as
+        the resident experts), then by index. ids: int32 [T, k]. heavy: indices of the heavy
+        hitters, or None to treat all tokens equally.
         """
         n_expert = len(first)
         score = load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -171,7 +176,8 @@ class Prompts:
         return Ranking(order, self.critical(layer, n_used), n_used)
 
     def _by_gates(self, event: RouteEvent, view: StoreView, rows: np.ndarray) -> Ranking:
-        """The experts of tokens that go by their gates, those first that they need high."""
+        """Return the ranking of experts for tokens that are ranked by gates: experts needed in the
+        high tier first."""
         ids, weights = event.ids_array[rows], event.weights_array[rows]
         used = distinct(ids)
         if self.gated is None:
@@ -181,8 +187,8 @@ class Prompts:
         return Ranking(order, int(np.count_nonzero(high)), len(used))
 
     def _passing(self, layer: int, order: np.ndarray) -> np.ndarray:
-        """The part of an order that passes through memory, unless a token needs it that goes by its
-        gates."""
+        """Return the experts of an order that are streamed, unless a token that is ranked by gates
+        needs them."""
         stays = int(self.room[layer][0] * _STAYS_SHARE) if self.passes else len(order)
         return order[stays:]
 
@@ -194,13 +200,12 @@ class Prompts:
         view: StoreView,
         out: DecisionBuffer,
     ) -> None:
-        """Eq. 7: asks for the experts of a layer that tokens are predicted to select, in their
-        predicted importance, which decides the precision.
+        """Prefetch the experts of a layer that tokens are predicted to select, by predicted
+        importance (eq. 7).
 
-        The critical ones are asked for in tier 0, the others in tier low, or not at all where that
-        is SKIP. passing, bool [n_expert]: those that pass through memory; the others stay. No more
-        experts are read than there are slots. What is in memory already is listed as well, so that
-        nothing is read in its place.
+        Critical experts are requested in tier 0, the others in tier `low`, or not at all if it is
+        SKIP. passing: bool [n_expert], experts to stream. No more experts are read than there are
+        slots. Resident experts are requested too, so that no read evicts them.
         """
         resident, low = view.resident_array[layer], self.low
         order, n_high, n_used = predicted

@@ -1,4 +1,4 @@
-"""Settings that several policies have."""
+"""Settings that several policies share."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ USUAL_RATE = 128 << 20  # bytes a second
 
 @dataclass(frozen=True)
 class Background(Settings):
-    """Settings of policies that exchange versions beside decoding, by what was used so far."""
+    """Settings of policies that exchange tiers of experts during decoding, by their usage so
+    far."""
 
     profile: Path | None = setting(
         None,
-        "Where it is kept which experts were used; without it, a chat uses the user cache.",
+        "File that records the usage of experts. Default for a chat: a file in the user cache.",
         recorded=False,
     )
     transition_rate: int | None = setting(
         None,
-        "What exchanges of versions may read in a second beside decoding, as 64MiB; 0: no limit.",
+        "Bytes per second that exchanges of tiers may read during decoding, such as 64MiB; 0 for "
+        "no limit.",
         within=(0, 2**48),
         unit=RATE,
-        shown=f"{format_size(USUAL_RATE)}, with context no limit",
+        shown=f"{format_size(USUAL_RATE)}; no limit with context",
     )
 
 
 @dataclass(frozen=True)
 class Shared(Settings):
-    """Settings of policies that have little else in common. Each takes what it needs by `again`."""
+    """Settings of otherwise unrelated policies. Each policy takes the ones it needs with
+    `again`."""
 
     hot_experts: int | None = setting(
         None,
-        "The most experts of a layer that may be high.",
+        "Maximum number of high experts per layer.",
         within=(0, 65535),
-        shown="what the budget has room for",
+        shown="as many as fit the budget",
     )
     losses: Path | None = setting(
         None,
-        "The loss table that experts' precisions go by, of moe-edge calibrate; with context for "
-        "--near-slots shared alone.",
+        "Loss table of moe-edge calibrate, used to choose precisions; with context, only for "
+        "--near-slots shared.",
         shown="FILE.calib.json",
         recorded=False,
     )

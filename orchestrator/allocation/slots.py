@@ -1,4 +1,4 @@
-"""A model as slots see it, and how a budget is divided into them."""
+"""The slot sizes of a model, and the division of a budget into slots."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-# The place of a precision among all of a file, best first. A tier without further words is one of
-# those in use, counted from the best of them: what policies decide, and what the store holds.
+# The index of a tier among all tiers of a file, best first. A plain `int` tier is an index among
+# the tiers in use, which policies choose and the store holds.
 FileTier = NewType("FileTier", int)
 
-Transition = tuple[int, int, int]  # layer, expert, tier to bring it to
+Transition = tuple[int, int, int]  # layer, expert, new tier
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as policies see it, reduced to the tiers in use, whose names are tiers.
+    """A model as policies see it, reduced to the tiers in use.
 
-    slots[layer][tier] maps a matrix kind to its slot size in bytes. bits: that a weight takes in
-    each tier, empty where that is not known. shares_slots: a slot may hold any tier that it is
-    large enough for, as in host memory. host_slots: beside a device, slots in the host's memory.
+    tiers: the names of these tiers. slots[layer][tier]: maps each matrix kind to its slot size in
+    bytes. bits: bits per weight of each tier, empty if unknown. shares_slots: a slot may hold any
+    tier that fits its size, as in host memory. host_slots: with a device, the slot sizes in host
+    memory.
     """
 
     n_expert: int
@@ -35,19 +36,22 @@ class ModelShape:
         return len(self.slots)
 
     def expert_slot_bytes(self, layer: int, tier: int) -> int:
-        """Slot bytes of one whole expert: all of its matrices."""
+        """Return the slot bytes of one expert with all its matrices."""
         return sum(self.slots[layer][tier].values())
 
     def all_slot_bytes(self, tier: int = 0) -> int:
-        """Slot bytes of every expert in one tier."""
+        """Return the slot bytes of every expert in one tier."""
         return self.n_expert * sum(self.expert_slot_bytes(il, tier) for il in range(self.n_layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds for every policy. skip: the tier of no bytes is in use, below the others.
-    renormalize: the weights of a token's other experts make up for the skipped ones. exact: what
-    is decided does not depend on what is in memory."""
+    """Rules for every policy.
+
+    skip: experts may be skipped. renormalize: if experts of a token are skipped, its remaining
+    weights are scaled to the original sum. exact: decisions must not depend on which experts are
+    resident.
+    """
 
     skip: bool = False
     renormalize: bool = False
@@ -56,8 +60,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class SlotGroup:
-    """Slots of one size that evict each other in least-recently-used order. n_passing: how many of
-    them passing requests may take from the others. on_host: the host's threads compute them."""
+    """Slots of one size that evict each other in least-recently-used order.
+
+    n_passing: the number of slots that streaming requests may take from the others. on_host: host
+    threads compute these experts.
+    """
 
     slot_bytes: int
     n_slots: int
@@ -67,8 +74,8 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and which one holds each (layer, kind, tier). total_bytes leaves host_bytes out,
-    those of slots in the host's memory behind a device."""
+    """Slot groups, and the index of the group that holds each (layer, kind, tier). total_bytes does
+    not include host_bytes, the slots in host memory next to a device."""
 
     groups: tuple[SlotGroup, ...]
     group_of: dict[tuple[int, int, int], int]
@@ -84,7 +91,7 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One claim on a budget: at least `floor` units, at most `full`, in proportion to weight."""
+    """One claim on a budget: at least `floor` units, at most `full`, in proportion to `weight`."""
 
     unit_bytes: int
     floor: int
@@ -93,9 +100,12 @@ class Share:
 
 
 def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
-    """Units for each share: clamp(s * weight, floor, full) with the largest s whose sum fits
-    the budget; what rounding left over goes, unit by unit, to the share that is furthest
-    below its proportion. The floors, where the budget is too small for them."""
+    """Return the number of units of each share.
+
+    Each share gets clamp(s * weight, floor, full) units, with the largest s whose sum fits the
+    budget. What rounding leaves goes, unit by unit, to the share furthest below its proportion. If
+    the budget is too small for the floors, returns the floors.
+    """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]
 

@@ -1,4 +1,4 @@
-"""What is kept on disk between runs: where it lies, how it is written, how it is deleted.
+"""Files kept between runs: their location, atomic writing, and deletion.
 
-It may import the configuration; never a plan.
+It may import the configuration. It must not import memory plans.
 """

@@ -1,8 +1,8 @@
-"""Where a user's own files are, what lies in the user cache, and writing files so that none is ever
-half there.
+"""The user's folders, the contents of the user cache, and atomic writing of files.
 
-The only place here that reads XDG_CACHE_HOME and XDG_STATE_HOME; the build, which runs before
-anything is installed, has its own (patches/upstream.py)."""
+This is the only module here that reads XDG_CACHE_HOME and XDG_STATE_HOME. The build runs before
+anything is installed and has its own code (patches/upstream.py).
+"""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from gguf_tools.file.unfinished import ENDING, UnfinishedFile, remove_abandoned
 from orchestrator.errors import ConfigError
 
 _USUAL = {"cache": ".cache", "state": ".local/state"}
-# No file of settings or timings that we kept is larger.
+# The maximum size of our files of settings and timings.
 _LARGEST_BYTES = 1 << 20
 
 
 def user_folder(kind: str) -> Path:
-    """The folder of ours for files of a kind, "cache" or "state"; it need not exist. As the XDG
-    base directory specification wants it, a relative path in the environment counts as none."""
+    """Return our folder for files of a kind, "cache" or "state"; it may not exist yet. A relative
+    path in the environment is ignored, as the XDG base directory specification requires."""
     base = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / _USUAL[kind]) / "moe-edge"
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name when the block ends well and is gone otherwise. What a
-    killed writer of the same file left goes as well. Raises OSError."""
+    """Open a file for atomic writing. It gets its name when the block ends without an error, and is
+    deleted otherwise. Also deletes what a killed writer of the same file left. Raises OSError."""
     remove_abandoned(path)
     with _about(path):
         unfinished = UnfinishedFile(path, mode)
@@ -50,8 +50,8 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_files(folder: Path, first: str) -> Iterator[Path]:
-    """An empty folder. What lies there when the block ends well gets its names in `folder`, all of
-    it or nothing, `first` before the others: an interrupt that ends with it leaves none. Raises
+    """Yield an empty folder whose files are moved to `folder` when the block ends without an error:
+    all of them or none. `first` is moved first, so an interrupt before that leaves none. Raises
     OSError."""
     with TemporaryDirectory(prefix="moe-edge-") as made, ExitStack() as begun:
         yield Path(made)
@@ -71,14 +71,15 @@ def whole_files(folder: Path, first: str) -> Iterator[Path]:
 
 
 def check_target(path: Path) -> None:
-    """Raises OSError where whole_file cannot write, before a long run finds out."""
+    """Raise OSError if whole_file cannot write to path, so that a long run fails at its start."""
     with _about(path):
         UnfinishedFile(path).discard()
 
 
 @contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Lets an OSError name `path`: of a full disk it names nothing, and else a temporary file."""
+    """Make an OSError name `path`. The error of a full disk names no file, and other errors may
+    name a temporary file."""
     try:
         yield
     except OSError as error:
@@ -89,9 +90,10 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
-    """The JSON object in a file; None for anything else, or more. Raises OSError."""
+    """Return the JSON object in a file; None for any other content or a larger file. Raises
+    OSError."""
     with open_file(path) as file:
-        # read(n) would allocate n bytes for the smallest file
+        # read(n) would allocate n bytes even for a small file
         text = file.read() if os.fstat(file.fileno()).st_size <= most_bytes else b""
     try:
         data = json.loads(text)
@@ -101,20 +103,20 @@ def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, text: str, *, private: bool = False) -> None:
-    """Writes a file, whole or not at all. private: only its owner may read it. Raises OSError."""
+    """Write a text file atomically. private: only its owner may read it. Raises OSError."""
     with whole_file(path, 0o600 if private else 0o666) as file:
         file.write(text.encode())
 
 
 def digest(*said: Any) -> str:
-    """24 hexadecimal digits that stand for what is said, in the names of what is kept."""
+    """Return a key of 24 hexadecimal digits for JSON-ready values, for names of cached files."""
     text = json.dumps(said, default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
-    """What keep() put under this name into a file of the user cache of this form; nothing where
-    that is damaged or not to be had."""
+    """Return what keep() stored under a name; empty if the file is missing, damaged or of another
+    format."""
     data: dict[str, Any] | None = None
     with suppress(OSError):
         data = read_object(path, _LARGEST_BYTES)
@@ -123,7 +125,7 @@ def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
 
 
 def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
-    """Writes that file, where it can be written."""
+    """Store values under a name in a cache file. Write errors are ignored."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"format": form, name: what}))
@@ -151,7 +153,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """A folder of the cache. nbytes: what its files take on the disk."""
+    """A folder of the user cache. nbytes: the disk space of its files."""
 
     name: str
     path: Path
@@ -164,7 +166,7 @@ class CacheFolder:
 
 
 def user_cache() -> list[CacheFolder]:
-    """The folders of the cache, the largest first."""
+    """Return the folders of the user cache, largest first."""
     folder = user_folder("cache")
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -175,8 +177,8 @@ def user_cache() -> list[CacheFolder]:
 
 
 def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
-    """Deletes the folders of these names, or all of them, and returns what they were. Raises
-    ConfigError for a name that is not there, before anything is deleted, and OSError."""
+    """Delete the named folders, or all of them, and return what they were. Raises ConfigError for
+    an unknown name before anything is deleted, and OSError."""
     here = {each.name: each for each in user_cache()}
     chosen = list(here.values()) if ALL in names else []
     for name in names if ALL not in names else ():

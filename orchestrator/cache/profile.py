@@ -1,5 +1,5 @@
-"""What runs know of a model and keep for later runs: hotness, expert usage, and the settings that
-policies tuned."""
+"""Records of a model that runs keep for later runs: hotness, expert usage, and tuned settings of
+policies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _FORMAT = "moe-edge hotness"
 _TUNED = "moe-edge tuned"
 _VERSION = 2
 _LARGEST_BYTES = 64 << 20
-# That a usage profile remembers: some dozens of conversations.
+# Maximum number of tokens in a usage profile: some dozens of conversations.
 _USED_TOKENS = 65_536
-# Pieces of a file that its identity is made of, and their bytes: 25 ms on a disk that takes 0.1 ms.
+# Number and size of the samples of a file's identity: 25 ms on a disk with 0.1 ms latency.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
@@ -61,16 +61,16 @@ def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int]
 
 
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
-    """Return the file of the user cache that keeps one kind of knowledge of a model: hotness, usage
-    or tuned."""
+    """Return the user cache's file for one kind of record of a model: hotness, usage, plans or
+    tuned."""
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
 def load(path: Path, model: ExpertModel) -> np.ndarray:
     """Return the counts of a profile, float64 [n_layers, n_expert], not negative.
 
-    Fields that older versions wrote beside them are ignored. Raises ProfileError for a damaged
-    profile and for one of another model, OSError.
+    Additional fields from older versions are ignored. Raises OSError, and ProfileError for a
+    profile that is damaged or belongs to another model.
     """
     damaged = ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
     data = read_object(path, _LARGEST_BYTES)
@@ -96,8 +96,7 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
 
 
 def save(path: Path, model: ExpertModel, counts: np.ndarray) -> None:
-    """Write a profile with these counts [n_layers, n_expert], whole or not at all. Raises
-    OSError."""
+    """Write a profile with these counts [n_layers, n_expert], atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "format": _FORMAT,
@@ -114,10 +113,10 @@ def _rounded(values: np.ndarray) -> list[list[float]]:
 
 
 class _Cached:
-    """Something that is learned of a model, in the user cache where config.remember asks for that.
-    What cannot be read or written there is done without.
+    """A record of a model in the user cache, if config.remember is set. Read and write errors of
+    the cache are ignored.
 
-    note: why what earlier runs learned was left aside, or None.
+    note: why the record of earlier runs is not used, or None.
     """
 
     kind: ClassVar[str]
@@ -132,9 +131,9 @@ class _Cached:
 
 
 class HotnessKeeper(_Cached):
-    """What an engine knows about its model's hotness, from this run or an earlier one.
+    """The hotness of a model's experts, from this run or an earlier one.
 
-    The setting profile names a file, which may not exist yet, in the place of the user cache.
+    The setting profile names a file that replaces the user cache; it may not exist yet.
     """
 
     kind = "hotness"
@@ -162,17 +161,17 @@ class HotnessKeeper(_Cached):
         return None
 
     def recall(self) -> np.ndarray | None:
-        """float64 [n_layers, n_expert], or None where nothing is known; reads it the first time.
-        Raises ProfileError or OSError for a named file that cannot be used."""
+        """Return the hotness, float64 [n_layers, n_expert], or None if unknown. The first call
+        reads the file. Raises ProfileError or OSError if a named file cannot be used."""
         return self._known if self._now is None else self._now
 
     def learn(self, hotness: np.ndarray) -> None:
-        """What a policy knows by now; nothing, where it is all zero."""
+        """Replace the hotness by a policy's current one. An array of zeros is ignored."""
         if hotness.any():
             self._now = hotness
 
     def save(self) -> None:
-        """Writes what was learned. Raises OSError for a named file; the cache may fail."""
+        """Write the hotness. Raises OSError for a named file; errors of the cache are ignored."""
         if self._now is None or not (self._named or self._remember):
             return
         self._known, self._now = self._now, None
@@ -185,8 +184,11 @@ class HotnessKeeper(_Cached):
 
 class UsageKeeper(_Cached):
     """How often tokens used each expert of a model, in earlier runs under any policy and in this
-    one, in the format of profiles. Older runs count less: of all earlier runs together, at most
-    _USED_TOKENS tokens are kept."""
+    one.
+
+    It uses the file format of profiles. Older runs count less: the record of all earlier runs is
+    scaled to at most _USED_TOKENS tokens.
+    """
 
     kind = "usage"
 
@@ -203,16 +205,16 @@ class UsageKeeper(_Cached):
 
     def recall(self) -> np.ndarray | None:
         """Return the number of tokens that used each expert, float64 [n_layers, n_expert]; None if
-        nothing is known. Counts of stores that were freed in this run are included."""
+        unknown. Counts of stores freed in this run are included."""
         used = self._known + self._now
         return used if used.any() else None
 
     def learn(self, used: np.ndarray) -> None:
-        """Add what a store counted until it was freed, [n_layers, n_expert]."""
+        """Add the counts of a store that is being freed, [n_layers, n_expert]."""
         self._now = self._now + used
 
     def save(self) -> None:
-        """Write the counts if this run added any. The cache may fail."""
+        """Write the counts if this run added any. Errors of the cache are ignored."""
         if not self._now.any() or not self._remember:
             return
         self._known, self._now = self._known + self._now, self._none
@@ -223,28 +225,27 @@ class UsageKeeper(_Cached):
 
 
 class TunedKeeper(_Cached):
-    """What policies tuned on a model, by the name of the policy, from this run or an earlier
-    one."""
+    """Settings that policies tuned on a model, by policy name, from this run or an earlier one."""
 
     kind = "tuned"
     _learned = False
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """By policy; read when it is first asked for."""
+        """The tuned settings by policy, read at the first access."""
         return recalled(self._path, _TUNED, "policies") if self._remember else {}
 
     def recall(self, policy: str) -> dict[str, Any] | None:
-        """What the named policy tuned; None where nothing is known."""
+        """Return the settings that the named policy tuned; None if unknown."""
         known = self._known.get(policy)
         return known if isinstance(known, dict) else None
 
     def learn(self, policy: str, tuned: Mapping[str, Any]) -> None:
-        """What the named policy has tuned by now."""
+        """Replace the settings that the named policy tuned."""
         self._known[policy], self._learned = dict(tuned), True
 
     def save(self) -> None:
-        """Writes what was learned, if anything was."""
+        """Write the settings if any were learned."""
         if not self._learned or not self._remember:
             return
         keep(self._path, _TUNED, "policies", self._known)

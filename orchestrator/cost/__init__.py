@@ -1,4 +1,5 @@
-"""What a plan takes and what it loses, measured here or foreseen, and which plan runs.
+"""Predicted speed and quality loss of plans, the measurements behind them, and the choice of a
+plan.
 
-It may import plans of memory; never a room that loads a model.
+It may import memory plans. It must not import packages that load a model.
 """

@@ -1,28 +1,26 @@
-"""What experts lose in lower precisions, and what a plan is foreseen to lose of an answer, in nats.
+"""Losses of experts in lower precisions, and the predicted quality loss of a plan, in nats.
 
-The loss table says what each expert's output loses in each precision, and is kept beside the model:
-
-``FILE.calib.json`` and not the model's metadata, since a longer header moves every tensor: a
-20 GB file would have to be written again. JSON, in UTF-8:
+The loss table holds the error of each expert's output in each precision. It is stored next to the
+model as ``FILE.calib.json``. It is not in the model's metadata, because a longer header moves every
+tensor, and a 20 GB file would have to be rewritten. The format is JSON in UTF-8:
 
     {"format": "moe-edge loss table", "version": 3,
      "model": identity of the file that it belongs to, "name": its name,
-     "reference": what full precision was, "method": of the candidates that are not stored,
-     "calibration": the text, its tokens, its hash, "max_rows": most tokens measured an expert,
+     "reference": the full precision, "method": quantization of the candidates that are not stored,
+     "calibration": the text, its tokens, its hash, "max_rows": maximum tokens per expert,
      "candidates": [{"name": "q4_k", "bits": 4.5, "stored": true}, ...] best first,
      "counts": [n_layers][n_expert] tokens of the text that each expert saw,
      "power": [n_layers][n_expert] mean square of the reference's output, null without a token,
      "loss": [n_layers][n_expert][n_candidates] mean squared error, null without a token,
-     "gates": [n_layers][n_expert] mean square of the gate weights, null without a token; where it
-         is absent, it was not measured,
-     "kl": what makes nats of it, absent where that was not fitted: {"factors": [n_layers] nats for
-         g^2 L = 1,
-         "tiers": those that it was fitted with, "text": the tokens it was fitted on, "error": the
-         standard error of the factors together, as a share, "scales": what the factors are
-         multiplied by for each of the tiers, empty for 1, "spread": [low, high] what windows of the
-         text lose of what the factors say, so that a tenth loses less and a tenth more, "routing":
-         [low, high] the least and the largest mean surprise of a use in these windows, as
-         allocation/estimate.py has it, and their standard deviation beyond that}}
+     "gates": [n_layers][n_expert] mean square of the gate weights, null without a token; absent if
+         it was not measured,
+     "kl": conversion to nats, absent if it was not fitted: {"factors": [n_layers] nats for
+         g^2 L = 1, "tiers": the tiers used for the fit, "text": the tokens used for the fit,
+         "error": relative standard error of all factors together, "scales": multipliers of the
+         factors for each tier, empty for 1, "spread": [low, high] percentiles 10 and 90 of the loss
+         of windows of the text relative to the factors, "routing": [low, high] range of the mean
+         surprise of a use in these windows (see allocation/estimate.py), extended by their standard
+         deviation}}
 """
 
 from __future__ import annotations
@@ -53,9 +51,9 @@ from orchestrator.policy.base import Placement
 _FORMAT = "moe-edge loss table"
 _VERSION = 3
 _LARGEST_BYTES = 256 << 20
-# No mean square of outputs comes near it, and sums of such numbers are still numbers.
+# An upper bound of mean squares of outputs; sums of such numbers stay finite.
 _LARGEST = 1e30
-# Of a logarithm: what is worse known is not known.
+# The largest accepted standard error of a logarithm.
 _LARGEST_ERROR = 10.0
 SUFFIX = ".calib.json"
 _AGAIN = "make it again with `moe-edge calibrate`"
@@ -64,8 +62,7 @@ _BYTES_PER_MINUTE = 16e9 / 12
 
 
 class TablePrecision(NamedTuple):
-    """A precision: bits per weight over all its matrices, and whether it is a tier of the
-    file."""
+    """A precision: bits per weight over all its matrices, and whether it is a tier of the file."""
 
     name: str
     bits: float
@@ -73,11 +70,14 @@ class TablePrecision(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What makes nats of a table, as orchestrator.allocation.estimate says: the factor of each
-    layer; the tiers that they were fitted with; the text; the standard error of all factors
-    together, of their logarithm; what the factors are multiplied by for each of the tiers, none for
-    1; the loss of a window over what the factors say, the tenth and the ninetieth percentile; the
-    least and the largest mean surprise of a use in a window, and a margin beyond that."""
+    """The conversion of losses into nats (see orchestrator.allocation.estimate).
+
+    factors: one per layer. tiers: the tiers used for the fit. text: a description of the text.
+    error: the standard error of the logarithm of all factors together. scales: multipliers of the
+    factors for each tier; empty for 1. spread: the tenth and ninetieth percentile of a window's
+    loss relative to the factors. routing: the range of the mean surprise of a use per window, with
+    a margin.
+    """
 
     factors: tuple[float, ...]
     tiers: tuple[str, ...]
@@ -90,15 +90,16 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossTable:
-    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers.
+    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers. Candidates are ordered best
+    first.
 
-    loss: float64 [n_layers, n_expert, n_candidates], the mean over tokens and outputs of
-    (y_b - y)^2, y an expert's output (not weighted by its gate) in full precision; NaN for an
-    expert without a token. power: float64 [n_layers, n_expert], the mean of y^2. counts: int64
-    [n_layers, n_expert], tokens of the text that were routed to it. Candidates best first. gates:
-    float64 [n_layers, n_expert], the mean square of these tokens' gate weights, NaN without one;
-    None where that was not measured. fit: None where nobody measured what the losses do to the
-    model's answers.
+    loss: the mean over tokens and outputs of (y_b - y)^2, float64 [n_layers, n_expert,
+    n_candidates], where y is an expert's output in full precision, not weighted by its gate; NaN
+    for an expert without tokens. power: the mean of y^2, float64 [n_layers, n_expert]. counts:
+    tokens of the text that were routed to each expert, int64 [n_layers, n_expert]. gates: the mean
+    squared gate weight of these tokens, float64 [n_layers, n_expert], NaN without tokens; None if
+    it was not measured. fit: None if the effect of the losses on the model's answers was not
+    measured.
     """
 
     candidates: list[TablePrecision]
@@ -113,12 +114,13 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """The losses, with the mean over the tokens of its layer for an expert without one:
-        float64 [n_layers, n_expert, n_candidates], nowhere NaN."""
+        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates]. An expert
+        without tokens gets the mean over the tokens of its layer."""
         return self._filled(self.loss)
 
     def _filled(self, values: np.ndarray) -> np.ndarray:
-        """values [n_layers, n_expert, n] of experts with a token, and that mean for the others."""
+        """Return values [n_layers, n_expert, n], with the layer's mean for experts without
+        tokens."""
         seen = self.counts[:, :, None] > 0
         total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
         share = (self.counts / total[:, None])[:, :, None]
@@ -127,9 +129,12 @@ class LossTable:
         return filled
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
-        """What an expert with a gate weight of 1 costs a token against full precision, in nats: in
-        each of the named tiers and, last, skipped, float64 [n_layers, n_expert, n_names + 1], as of
-        KlEstimate.nats; None where it was not fitted, or one of them not measured."""
+        """Return the cost of an expert with a gate weight of 1 for a token against full precision,
+        in nats.
+
+        The result has the named tiers and, last, skipping: float64 [n_layers, n_expert, n_names +
+        1], as KlEstimate.nats. None if the table has no fit or lacks one of the tiers.
+        """
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
             return None
@@ -140,8 +145,9 @@ class LossTable:
         return costs
 
     def _scales(self, fit: Fit, names: Sequence[str]) -> np.ndarray:
-        """By what the factors are multiplied for the named tiers and, last, for skipping, float64
-        [n_names + 1]. A tier that was not fitted is like the one that is nearest in bits."""
+        """Return the multipliers of the factors for the named tiers and, last, for skipping,
+        float64 [n_names + 1]. A tier that was not fitted uses the scale of the tier with the
+        nearest number of bits."""
         if not fit.scales:
             return np.ones(len(names) + 1)
         bits = {each.name: each.bits for each in self.candidates}
@@ -155,8 +161,8 @@ class LossTable:
         return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """What the named tiers, best first, cost against the tier base (None: the first of them);
-        None where it was not fitted, or one of them not measured."""
+        """Return the estimate for the named tiers, best first, against the tier base (default: the
+        first). None if the table has no fit or lacks one of them."""
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
         if costs is None or self.gates is None or self.fit is None:
@@ -167,8 +173,8 @@ class LossTable:
         return KlEstimate.of_costs(costs, names, base, gates, low / high, routing)
 
     def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
-        """filled() of the precisions with these names, float64 [n_layers, n_expert, n_names]; None
-        where one of them was not measured."""
+        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names], without NaN;
+        None if one of them was not measured."""
         known = [each.name for each in self.candidates]
         if not set(names) <= set(known):
             return None
@@ -176,9 +182,12 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """What the named tiers cost where an expert is used with its usual gate weights, float64
-        [n_layers, n_expert, n_names]: nats where that was fitted, so that layers compare, else the
-        losses; None where one of them was not measured."""
+        """Return the loss per use of an expert with its usual gate weights in the named tiers,
+        float64 [n_layers, n_expert, n_names].
+
+        In nats if the table has a fit, so that layers are comparable; otherwise the plain losses.
+        None if one of the tiers was not measured.
+        """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
             return lost
@@ -186,8 +195,8 @@ class LossTable:
         return nats
 
     def render(self) -> str:
-        """For each precision the mean squared error as a share of the outputs' mean square: over
-        all tokens, and of the best and the worst expert."""
+        """Return a text table: for each precision, the mean squared error relative to the outputs'
+        mean square, over all tokens and for the best and the worst expert."""
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
         tokens = self.counts[seen].astype(np.float64)
@@ -217,12 +226,12 @@ class LossTable:
 
 
 def default_path(model: Path) -> Path:
-    """Where the table of a model file is kept."""
+    """Return the path of a model's loss table."""
     return model.with_name(model.name + SUFFIX)
 
 
 def save(path: Path, model: ExpertModel, table: LossTable) -> None:
-    """Writes a table, whole or not at all. Raises OSError."""
+    """Write a table atomically. Raises OSError."""
     data = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -245,15 +254,15 @@ def save(path: Path, model: ExpertModel, table: LossTable) -> None:
 
 
 def _numbers(values: Any) -> Any:
-    """Nested lists of numbers, shortened, with null for NaN."""
+    """Round nested lists of numbers to six digits, with None for NaN."""
     if isinstance(values, list):
         return [_numbers(each) for each in values]
     return None if math.isnan(values) else float(f"{values:.6g}")
 
 
 def load(path: Path, model: ExpertModel | None) -> LossTable:
-    """The table of a model file; of any one where model is None. Raises ConfigError for a missing
-    or damaged one, and for one of another file."""
+    """Read the loss table of a model file, or of any file if model is None. Raises ConfigError if
+    the table is missing, damaged, or belongs to another file."""
     data = _parse(path)
     if model is not None and data.get("model") != identity(model):
         name = one_line(str(data.get("name")))
@@ -303,7 +312,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
 
 
 def _fit(data: Any) -> Fit | None:
-    """Raises KeyError, TypeError or ValueError for what save did not write."""
+    """Parse a fit. Raises KeyError, TypeError or ValueError for data that save did not write."""
     if data is None:
         return None
     found = Fit(
@@ -329,7 +338,7 @@ def _fit(data: Any) -> Fit | None:
 
 
 def _pair(data: Any) -> tuple[float, float]:
-    """Raises TypeError or ValueError for anything but two finite numbers."""
+    """Parse two finite numbers. Raises TypeError or ValueError for anything else."""
     low, high = (float(each) for each in data)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("kl: not finite")
@@ -353,20 +362,23 @@ def _damaged(path: Path) -> ConfigError:
 
 
 def calibrate_command(model: Path | str) -> str:
-    """The command that makes a model's loss table."""
+    """Return the command that makes a model's loss table."""
     return f"`moe-edge calibrate {shlex.quote(str(model))} --calib TEXT`"
 
 
 def no_losses(reason: str) -> ConfigError:
-    """The refusal of a limit or a policy that needs losses which are not known."""
+    """Return the error for a loss budget or a policy that needs a loss table."""
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
     return ConfigError(f"{' and '.join(options)} cannot be used: {reason}")
 
 
 class Skips(NamedTuple):
-    """What a policy may skip. nats: float64 [n_layers, n_expert], what skipping a use of each
-    expert costs in the mean; allowed: nats a token."""
+    """The loss budget of a policy that may skip experts.
+
+    nats: the mean cost of skipping one use of each expert, float64 [n_layers, n_expert]. allowed:
+    nats per token.
+    """
 
     nats: np.ndarray
     allowed: float
@@ -374,8 +386,11 @@ class Skips(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """kl: mean KL from the tier `base`, the best of the file, in nats a token; an upper estimate
-    where at_most; None where no table knows it."""
+    """The predicted quality loss of a plan.
+
+    kl: mean KL divergence from the tier `base`, the best of the file, in nats per token; an upper
+    bound if at_most; None if no loss table covers it.
+    """
 
     kl: float | None
     at_most: bool
@@ -383,7 +398,7 @@ class Foreseen:
 
     @property
     def text(self) -> str:
-        """For the line that says what runs; empty where nothing is lost."""
+        """A phrase for the status line; empty if the plan is lossless."""
         if self.kl is None:
             return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
         if not self.kl:
@@ -392,8 +407,9 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """The tier in which each expert starts, [n_layers, n_expert], as its place among those in use;
-    for a policy that keeps all experts in memory. uses: in place of what earlier runs learned."""
+    """Return the tier in which each expert starts, as an index among the tiers in use, [n_layers,
+    n_expert]. For policies that keep every expert resident. uses: replaces the usage learned by
+    earlier runs."""
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
     for layer, expert, tier in placement.first(uses):
@@ -404,12 +420,11 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 def foreseen(
     plan: MemoryPlan, uses: np.ndarray, estimate: KlEstimate | None, base: str
 ) -> Foreseen:
-    """What a plan loses, where tokens use each expert so often, [n_layers, n_expert]. estimate:
-    what all tiers of the file cost, best first; None where nobody knows.
+    """Predict the quality loss of a plan. uses: how often a token uses each expert, [n_layers,
+    n_expert]. estimate: the costs of all tiers of the file, best first, or None.
 
-    Which experts are lowered is decided by gates where the policy is asked while it decodes: those
-    with the least, so that the mean gate of their share says too much. A policy that is told what
-    it may lose spends all of it.
+    A policy that decides during decoding lowers the experts with the smallest gates, so the mean
+    gate gives an upper bound. A policy with a loss budget is assumed to spend all of it.
     """
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
@@ -418,7 +433,7 @@ def foreseen(
             return Foreseen(0.0, False, base)
         return Foreseen(None if estimate is None else estimate.of_uses(uses, tiers), False, base)
     shares, kl = [1.0], 0.0
-    if placement is not None:  # as if all experts were used alike
+    if placement is not None:  # with uniform usage
         shares = placement.fractions(np.ones(uses.shape)).mean(axis=(0, 1)).tolist()
         kl = (placement.spends or 0.0) if estimate is not None else 0.0
     asked = [*zip(plan.tiers, shares, strict=True), (SKIP, 1.0 - sum(shares))]
@@ -433,10 +448,10 @@ def foreseen(
 
 
 class LossModel:
-    """The losses of one model, by the table that the setting `losses` names, else by the table
-    beside the model.
+    """The losses of one model, from the table that the setting `losses` names, or else from the
+    table next to the model.
 
-    note: why there is none, or None.
+    note: why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
@@ -444,8 +459,8 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """The losses in these tiers, float64 [n_layers, n_expert, n_tiers]; per_use: as of
-        LossTable. None where nothing is known. Raises ConfigError for a named table that cannot be
+        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers], or None if
+        unknown. per_use: as LossTable.per_use. Raises ConfigError if a named table cannot be
         used."""
         table, why = self._loaded
         self.note = None if why is None else f"Nominal losses are used: {why}"
@@ -459,17 +474,17 @@ class LossModel:
         return losses
 
     def estimate(self, tiers: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """As LossTable.estimate; None where there is no table."""
+        """Return LossTable.estimate; None without a table."""
         table, _ = self._loaded
         return None if table is None else table.estimate(tiers, base)
 
     def costs(self, tiers: Sequence[str]) -> np.ndarray | None:
-        """As LossTable.costs; None where there is no table."""
+        """Return LossTable.costs; None without a table."""
         table, _ = self._loaded
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """As estimate. Raises ConfigError if the losses are not known, and names the command that
+        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
         measures them."""
         found = self.estimate(tiers)
         if found is None:
@@ -477,8 +492,8 @@ class LossModel:
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Return why the losses of these tiers are not known, with the remedy; an empty text if
-        they are known."""
+        """Return why the losses of these tiers are unknown, with the remedy; empty if they are
+        known."""
         table, why = self._loaded
         if table is None:
             return str(why)
@@ -490,7 +505,7 @@ class LossModel:
 
     @property
     def _command(self) -> str:
-        """The command that makes the table, and how long it takes."""
+        """The command that makes the table, with an estimate of its duration."""
         n_bytes = sum(path.stat().st_size for path in self._model.files)
         minutes = math.ceil(n_bytes / _BYTES_PER_MINUTE)
         about = f"about {minutes} minute{'s' * (minutes > 1)}"
@@ -498,13 +513,13 @@ class LossModel:
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
-        """What all tiers of the file cost, best first, and what to say where nobody knows."""
+        """The estimate for all tiers of the file, best first, and the reason if it is unknown."""
         names = [tier.name for tier in self._model.tiers]
         return self.estimate(names), self.unknown(names)
 
     def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
-        """Estimate what a plan loses with its policy's present settings. uses: how often a token
-        uses each expert, [n_layers, n_expert]."""
+        """Predict the quality loss of a plan with its policy's current settings. uses: how often a
+        token uses each expert, [n_layers, n_expert]."""
         estimate, best = self.of_file[0], self._model.tiers[0].name
         spends = plan.placement is not None and plan.placement.spends is not None
         if estimate is None and spends and plan.tier_names[0] == best:
@@ -512,8 +527,8 @@ class LossModel:
         return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: MemoryPlan) -> Skips | None:
-        """Return what a plan's policy may skip; None if it does not decide by losses. Raises what
-        `needed` does."""
+        """Return the loss budget of a plan's policy; None if it has none. Raises what `needed`
+        raises."""
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:
             return None
@@ -526,8 +541,7 @@ class LossModel:
 
     @cached_property
     def _loaded(self) -> tuple[LossTable | None, str | None]:
-        """The table, and why there is none. Raises ConfigError for a named one that cannot be
-        used."""
+        """The table, or None and the reason. Raises ConfigError if a named table cannot be used."""
         path = self._path
         if self._named is None and not path.exists():
             return None, f"{self._model.path.name} has no loss table: run {self._command}"

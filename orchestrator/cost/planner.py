@@ -1,5 +1,5 @@
-"""What would run: the one place that says it, for chat, serve, check, plan and the line about a
-loaded model."""
+"""The resolved plan of a model on this machine, for chat, serve, check, plan and the status
+line."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ from orchestrator.native.llama import Bindings
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
 from orchestrator.policy.base import History
 
-# What is predicted to be faster by less is not worth a line.
+# The minimum predicted speed-up that is worth a note.
 _WORTH_SAYING = 1.1
 
 
 class Runs(NamedTuple):
-    """config: with the plan that a loss which is allowed chooses; plan: how it lies in memory;
-    loses: what it is foreseen to lose."""
+    """A resolved plan.
+
+    config: with the settings of the plan that the allowed loss chose. plan: its memory plan. loses:
+    its predicted quality loss.
+    """
 
     config: Config
     plan: MemoryPlan
@@ -66,12 +69,12 @@ class Runs(NamedTuple):
 
 
 class Planner:
-    """What a model can be on this machine, with what earlier runs learned of both."""
+    """Plans a model on this machine, with the records of earlier runs."""
 
     def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
-        """config: as opened; measuring this machine keeps to its cap. disk: where the model would
-        lie, if it is not here. Raises ConfigError for a device that is not here, NativeError
-        without the library."""
+        """config: the configuration at start; its memory cap also limits measurements of this
+        machine. disk: bandwidth of the disk for a model that is not stored here. Raises ConfigError
+        if the device does not exist, and NativeError without the library."""
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -84,14 +87,14 @@ class Planner:
         self._probe = Probe(self.bindings, PlanRequest.of(config))
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
-        # Why the plan that a loss chose was chosen.
+        # Why the allowed loss chose this plan.
         self.chosen: str | None = None
-        # What a loss would bring that nobody allows.
+        # The speed-up that an allowed loss would give.
         self.brings: str | None = None
 
     @property
     def note(self) -> str | None:
-        """What was left aside, or will be slow."""
+        """Notes about ignored options and about slow hardware."""
         notes = (
             self.chosen,
             self.brings,
@@ -108,20 +111,22 @@ class Planner:
 
     @cached_property
     def slow_disk(self) -> str | None:
-        """As slow_disk of orchestrator.cost.disk. What it takes to measure a disk is not there once
-        a model is loaded."""
+        """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
+        leaves no memory to measure a disk."""
         return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
-        """Return what runs with these settings. Raises what `plan` and `frontier` raise, and
-        ConfigError for an option that has no effect with the policy and for a loss that is allowed
-        if the model has no loss table."""
+        """Return the resolved plan for these settings.
+
+        Raises what `plan` and `frontier` raise, and ConfigError for an option that has no effect
+        with the policy, or for an allowed loss without a loss table.
+        """
         check_unused(config)
         return self.compared(config)
 
     def compared(self, config: Config) -> Runs:
-        """As runs, with another policy than what was asked for: options that it has no use for are
-        left aside."""
+        """Return the resolved plan as runs does, but ignore options that the policy does not
+        use."""
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
             self.chosen = found.why
@@ -132,15 +137,18 @@ class Planner:
         return runs
 
     def _may_switch(self, config: Config, plan: MemoryPlan) -> bool:
-        """Whether another lossless policy than the default one may run: in a conversation whose
-        experts are not all in memory, and whose options leave the policy open. With a seed the
-        policy stays, since what is known of this machine's speed would change the choice."""
+        """Whether another lossless policy than the default may be chosen.
+
+        That is so in a conversation whose experts are not all resident and whose options leave the
+        policy open. With a seed the policy is fixed, because the known speed of this machine would
+        change the choice.
+        """
         left_open = config.policy is None and not config.of_policies and config.seed is None
         return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
 
     def _faster(self, runs: Runs) -> Runs:
-        """Return what runs with another lossless policy, if it is known to be clearly faster
-        here; else `runs`. Measures nothing."""
+        """Return the resolved plan of another lossless policy if it is known to be clearly faster;
+        otherwise `runs`. Measures nothing."""
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
         with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
@@ -156,8 +164,8 @@ class Planner:
         return runs
 
     def _would_bring(self, runs: Runs) -> str | None:
-        """What the usual loss would bring a conversation that loses nothing, and names no policy;
-        None where that is little, or not known without measuring."""
+        """Return a note on the speed-up that the default allowed loss would give to a lossless
+        conversation without a named policy; None if it is small or not known without measuring."""
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
         if asked or not (config.conversations and plan.absent_bytes) or runs.loses.kl != 0.0:
@@ -187,7 +195,7 @@ class Planner:
         return Runs(config, found, self.loses(found))
 
     def _possible(self, config: Config) -> Runs | None:
-        """What runs with these settings; None where they have no room, or do not go with the
+        """Return the resolved plan for these settings; None if they do not fit the memory or the
         model."""
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
@@ -195,13 +203,13 @@ class Planner:
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        """How the model is laid out with these settings. Raises what `plan` of
-        orchestrator.memory.plan raises, and BudgetError for its refusal."""
+        """Return the memory plan for these settings. Raises what orchestrator.memory.plan.plan
+        raises, and BudgetError for a refusal."""
         with self._probe:
             return self._plan(config, more_scratch)
 
     def least(self, config: Config) -> int:
-        """Return the smallest cap in bytes, --ram or a GPU's --vram, that works with these
+        """Return the smallest cap in bytes (--ram, or --vram of a GPU) that works with these
         settings. Raises BudgetError if none does."""
         with self._probe:
             request, model = PlanRequest.of(config), self._model
@@ -220,8 +228,9 @@ class Planner:
         return plan(self._counted(request), *asked)
 
     def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
-        """The request with what llama.cpp counts. whether_all_fits: only as much as shows that. On
-        a GPU everything is estimated, and measured when the model is loaded."""
+        """Return the request with memory counted by llama.cpp. whether_all_fits: count only the
+        sizes needed to decide whether everything fits. With a GPU, memory is estimated, and
+        measured when the model is loaded."""
         if self.gpu:
             return request
         few, every = sizes_to_count(request, self._model)
@@ -229,21 +238,22 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
-        """What a plan is foreseen to lose. Where every expert is in memory, as the policy would
+        """Predict the quality loss of a plan. If every expert is resident, it is the loss at the
         start."""
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
     def _uses(self) -> np.ndarray:
-        """How often tokens use each expert, [n_layers, n_expert]."""
+        """How often a token uses each expert, [n_layers, n_expert]."""
         return known_uses(self._config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
-        """Return the plans under a config; if it names a policy, the plan of that policy alone.
+        """Return the plans for a configuration; if it names a policy, only the plan of that policy.
 
-        Raises what `times` raises; BudgetError if no plan fits; ConfigError for an option that has
-        no effect, for a loss that no plan keeps to, and for a loss that is allowed if the loss
-        table does not know what the plans lose."""
+        Raises what `times` raises; BudgetError if no plan fits; ConfigError for an option without
+        effect, for a loss that no plan meets, and for an allowed loss if the loss table does not
+        cover the plans.
+        """
         if config.policy is not None:
             runs = self.runs(config)
             with self.times() as times:
@@ -265,7 +275,7 @@ class Planner:
             found = []
             for asked in settings_of_plans(plain, self._model, left):
                 possible = self._possible(plain.compared(**asked))
-                # plain may not fit
+                # llama.cpp's own path may not fit
                 if possible and possible.plan.total_bytes <= possible.plan.ram_bytes:
                     found.append(self.candidate(times, possible, asked))
             runs = self._laid_out(plain)
@@ -277,8 +287,8 @@ class Planner:
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """Return what each tier of the file leaves of a loss, in nats. If the table lacks one of
-        the tiers, the best tier alone leaves anything."""
+        """Return how much of the allowed loss each tier of the file leaves, in nats. If the table
+        lacks a tier, only the best tier leaves any."""
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
         if estimate is None:
@@ -288,13 +298,13 @@ class Planner:
     def candidate(
         self, times: TimeModel, runs: Runs, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """What a plan is predicted to take and to lose. asked: the settings that ask for it. Raises
+        """Predict the speed and the loss of a plan. asked: the settings that select it. Raises
         NativeError."""
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
         behind = {}
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
-            # What gives way to no context is there behind any.
+            # Without shared memory, slots do not depend on the context in use.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
             behind[str(n)] = 1e3 * time.token_s(n)
         other = None
@@ -320,8 +330,12 @@ class Planner:
 
     @contextmanager
     def times(self, measures: bool = True) -> Iterator[TimeModel]:
-        """What plans take here. Raises ConfigError beside a GPU, OSError for a disk that cannot be
-        measured; without measuring also for one that was not, and NativeError later."""
+        """Yield the time model of this machine.
+
+        Raises ConfigError with a GPU, and OSError for a disk that cannot be measured. With
+        measures=False, it raises OSError if the disk was not measured before; missing processor
+        timings raise NativeError when they are used.
+        """
         if self.gpu:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
@@ -334,23 +348,22 @@ class Planner:
 
 
 class KnownHistory(History):
-    """What earlier runs and a loss table know of a model, for the policies that it is planned
-    with."""
+    """The records of earlier runs and the loss table of a model, for its policies."""
 
     def __init__(self, hotness: HotnessKeeper, losses: LossModel, tuned: TunedKeeper) -> None:
         self._hotness, self._losses, self._tuned = hotness, losses, tuned
 
     def hotness(self) -> np.ndarray | None:
-        """Raises ProfileError or OSError for a named profile that cannot be used."""
+        """Return the hotness. Raises ProfileError or OSError if a named profile cannot be used."""
         return self._hotness.recall()
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Raises ConfigError for a named table that cannot be used."""
+        """Return the losses. Raises ConfigError if a named table cannot be used."""
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Raises ConfigError if the losses are not known, and names the command that measures
-        them."""
+        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
+        measures them."""
         return self._losses.needed(tiers)
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:

@@ -1,5 +1,5 @@
-"""The plans of one model in one memory, by how fast they are and what they lose, and the one that
-is taken within a loss that the user allows."""
+"""The plans of a model for one memory size, ordered by speed and loss, and the choice within an
+allowed loss."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
-# Plans whose predicted times differ by less are as fast as each other: the one that loses least is
-# taken.
+# Plans whose predicted times differ by less count as equally fast; the one with the least loss wins.
 AS_FAST = 1.02
-# Of plans that lose nothing, another one than the default is taken if it is this much faster.
+# A lossless plan replaces the default if it is faster by this factor.
 CLEARLY_FASTER = 1.05
-# Tokens of context in use for which a plan's speed is said beside that of a short conversation.
+# Tokens of context in use for which a plan's speed is shown, besides a short conversation.
 LENGTHS = (8192, 32768, 131072)
-# What is spent and what is lost besides add up to what is allowed, but for this.
+# Tolerance for rounding when losses are compared with the allowed loss.
 _ROUNDING = 1 + 1e-9
 
 _FORMAT = "moe-edge plans 1"
-# So many commands of a model are kept, the latest ones.
+# Number of latest commands kept per model.
 _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan, as --json has it. policy: its name; settings: what asks for it. Milliseconds: of
-    a token of an answer behind PROMPT_TOKENS, and until the answer to a prompt of as many, the
-    first one after the start and a later one. hit_rate, read_bytes: of such a token. kl: mean KL
-    from the file's best tier, in nats a token; an upper estimate where kl_at_most; None where it is
-    not known. token_ms_behind: of a token with so many tokens of context in use, of LENGTHS as far
-    as the context goes. token_ms_skewed: as token_ms where few experts are used mostly, if nobody
-    knows how they are used and token_ms takes them as used alike; else None. best: no other plan is
-    both faster and closer."""
+    """One plan, as in --json output.
+
+    policy: its name. settings: the settings that select it. token_ms: milliseconds per token of an
+    answer after PROMPT_TOKENS tokens. first_prompt_ms, prompt_ms: milliseconds until the answer to
+    a prompt of that length begins, for the first prompt after the start and for a later one.
+    hit_rate, read_bytes: per token of an answer.
+
+    kl: mean KL divergence from the file's best tier, in nats per token; an upper bound if
+    kl_at_most; None if unknown. token_ms_behind: milliseconds per token by tokens of context in
+    use, for LENGTHS up to the context size. token_ms_skewed: token_ms if few experts get most uses;
+    only if the usage is unknown and token_ms assumes uniform usage, otherwise None. best: no other
+    plan is both faster and closer.
+    """
 
     policy: str
     settings: Mapping[str, Any]
@@ -61,7 +65,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """As a user would ask for it, with three digits of what is a number."""
+        """The plan in the words of its options, with numbers rounded to three digits."""
 
         def text(value: Any) -> str:
             return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -72,28 +76,31 @@ class Candidate:
         return ", ".join([self.policy, *more])
 
     def is_like(self, other: Candidate) -> bool:
-        """Whether it computes the same by the same policy."""
+        """Whether the other plan has the same policy, tiers and loss."""
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Whether these are its settings, whatever they spend: what is left to spend follows from
-        what earlier runs used."""
+        """Whether these are its settings, apart from the loss that they spend, which depends on the
+        usage in earlier runs."""
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_another_ones(self) -> bool:
-        """Whether it is what the baseline would do, by another name; or allows a loss where nothing
-        is missing that a loss could save."""
+        """Whether it duplicates the baseline under another name, or allows a loss although no
+        expert is missing."""
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Every plan that fits, the fastest first. taken: the one that runs where no policy is named;
-    why: a sentence about it. why_not: why nobody knows what they lose, empty where that is known.
-    disturbed: other programs ran while this machine was measured for it."""
+    """Every plan that fits, fastest first.
+
+    taken: the plan that runs if no policy is named. why: a sentence that explains the choice.
+    why_not: why the losses are unknown, empty if they are known. disturbed: other programs ran
+    while this machine was measured.
+    """
 
     candidates: tuple[Candidate, ...]
     taken: Candidate
@@ -111,9 +118,12 @@ class Frontier:
         before: Mapping[str, Any] | None = None,
         may_switch: bool = False,
     ) -> Frontier:
-        """Make it of plans in any order. usual: what runs if no loss is allowed, in nats; it stays
-        unless a plan that loses nothing either is clearly faster. before: the settings that were
-        taken the last time. Raises ConfigError for a loss that no plan keeps to."""
+        """Make a frontier from plans in any order.
+
+        usual: the plan without an allowed loss; it is replaced only by a clearly faster lossless
+        plan. allowed: in nats per token. before: the settings chosen the last time. Raises
+        ConfigError if no plan meets the allowed loss.
+        """
         shown: list[Candidate] = []
         for each in found:
             if not each.is_another_ones and not any(map(each.is_like, shown)):
@@ -145,7 +155,7 @@ class Frontier:
 
 
 def _equals(usual: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
-    """The plans that compute what `usual` computes, without a loss, itself among them."""
+    """Return `usual` and the lossless plans that compute the same."""
     same = [each for each in found if each.kl == usual.kl == 0.0 and each.tiers == usual.tiers]
     return [usual, *same]
 
@@ -155,15 +165,15 @@ def _ahead(faster: Candidate, slower: Candidate) -> str:
 
 
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
-    """Return the fastest plan that computes what `usual` computes, without a loss, if it is
-    CLEARLY_FASTER; else `usual`."""
+    """Return the fastest lossless plan that computes the same as `usual` if it is CLEARLY_FASTER;
+    otherwise `usual`."""
     first = min(_equals(usual, found), key=lambda each: each.token_ms)
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
 
 
 def behind_text(token_ms: Mapping[str, float]) -> str:
-    """A sentence about the speeds of a plan as its context fills, token_ms_behind of Candidate;
-    empty without any."""
+    """Return a sentence about a plan's speed as its context fills; empty without figures. token_ms:
+    Candidate.token_ms_behind."""
     said = [f"{1e3 / took:.1f} behind {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
@@ -171,9 +181,12 @@ def behind_text(token_ms: Mapping[str, float]) -> str:
 def choose(
     found: Sequence[Candidate], allowed: float, before: Mapping[str, Any] | None = None
 ) -> Candidate:
-    """The fastest plan whose KL is within what is allowed; of those that are AS_FAST the one that
-    loses least. The one that was taken before stays, unless another one is faster by more than
-    timings of the same thing differ. Raises ConfigError where there is none."""
+    """Return the fastest plan within the allowed loss; among those AS_FAST, the one with the least
+    loss.
+
+    The previous choice stays unless another plan is faster by more than the variation of timings.
+    Raises ConfigError if no plan qualifies.
+    """
     within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
     if not within:
         least = min(each.kl for each in found if each.kl is not None)
@@ -189,7 +202,7 @@ def choose(
 
 
 def _marked(found: Sequence[Candidate]) -> list[Candidate]:
-    """With those that no other one beats in both; found by rising time."""
+    """Mark the plans that no other plan beats in both speed and loss. found: by rising time."""
     least, marked = float("inf"), []
     for each in found:
         best = each.kl is not None and each.kl < least
@@ -201,8 +214,9 @@ def _marked(found: Sequence[Candidate]) -> list[Candidate]:
 def settings_of_plans(
     config: Config, model: ExpertModel, left: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
-    """The settings of each plan that the registry of policies and the file's tiers offer. left: of
-    the loss that is allowed, in nats, by the names of the file's tiers; None where none is."""
+    """Return the settings of every plan that the registered policies and the file's tiers offer.
+    left: the rest of the allowed loss in nats by name of the file's tiers; None if no loss is
+    allowed."""
     every = [tier.name for tier in model.tiers]
     names = every
     if config.high_tier is not None:
@@ -212,7 +226,7 @@ def settings_of_plans(
         if ALLOWED_LOSS not in policy.Settings.declared():
             asked += _settings_of(name, policy, names, every, config.low_tier)
         elif left is not None:
-            # What spends a loss while it decodes: what the best tier in use leaves of it.
+            # The policy may spend what its best tier leaves of the allowed loss.
             asked += [
                 {"policy": name, "high_tier": high, ALLOWED_LOSS: left[high]}
                 for high in names
@@ -228,9 +242,12 @@ def _settings_of(
     every: Sequence[str],
     low_tier: str | None,
 ) -> Iterator[dict[str, Any]]:
-    """Settings of the plans that one policy has. Where it has a lossless form: that in each of
-    some tiers of the file, and each of them with the low one that was asked for, or else with the
-    next lower one, and with skipping. Else as it chooses, where the file has several."""
+    """Yield the settings of one policy's plans.
+
+    A policy with a lossless form yields that form in each of the tiers `names`, and each of these
+    tiers with the requested low tier, or with the next lower tier and with skipping. Another policy
+    chooses its own tiers, if the file has several.
+    """
     mixes = policy.precisions.most > 1
     if policy.precisions.lossless is None:
         if not mixes or len(every) > 1:
@@ -245,21 +262,24 @@ def _settings_of(
 
 
 class TakenPlans:
-    """The settings of the plan that was taken under a config's options for this model on this
-    processor, in the user cache: the same command runs the same tomorrow. What cannot be read or
-    written there is done without."""
+    """The settings of the plan chosen under a configuration for this model on this processor.
+
+    They are kept in the user cache, so that the same command runs the same plan later. Read and
+    write errors are ignored.
+    """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         self._key = digest(processor_name(), config.of_run())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
-        """The settings, without the loss that they spend; None where nothing was taken."""
+        """Return the settings, without the loss that they spend; None if no plan was chosen
+        before."""
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
 
     def keep(self, settings: Mapping[str, Any]) -> None:
-        """Keeps what was taken now."""
+        """Store the settings of the chosen plan."""
         known = recalled(self._path, _FORMAT, "taken")
         known.pop(self._key, None)
         known[self._key] = {k: v for k, v in settings.items() if k != ALLOWED_LOSS}

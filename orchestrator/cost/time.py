@@ -1,20 +1,20 @@
-"""What a token and a prompt will take under a plan, in seconds: arithmetic over what
-`orchestrator.cost.speeds` and `orchestrator.cost.disk` measured of this machine.
+"""Predicted seconds of a token and of a prompt under a plan, computed from the measurements of
+`orchestrator.cost.speeds` and `orchestrator.cost.disk`.
 
-A token goes through the layers one after the other. Of a layer's k experts m miss, with the chances
-of a binomial distribution. What is there is computed while the missing ones are read:
+A token passes the layers in sequence. Of a layer's k experts, m are misses, with a binomial
+distribution. Resident experts are computed while the missing ones are read:
 
     T = step + output + cells * attention
         + sum of a + E[ max(d + max(E, R((1 - f) m) + E / 3k), R((1 + w) m)) ]
 
-step: what lies between two tokens. a: what a policy takes to decide, 0 where none is asked. d: the
-layer's dense weights and small operations. E: its k experts, in their tiers and layout.
-R(m) = m * bytes / bandwidth + latency, 0 without misses; behind the last read the last matrix of an
-expert is computed. What is read while threads compute takes a core from one of them besides. f: the
-share of the misses that were foreseen a layer ahead, 0 without a look-ahead, and in the first
-layer. w = 1 - f, where f > 0: as many as were not foreseen are read in vain. A part of a prompt is
-the same with as many rows for each expert as its tokens bring; it reads each expert that it uses
-and that is not there.
+step: time between two tokens. a: time of a policy's decision, 0 if it is not called. d: time of the
+layer's dense weights and small operations. E: time of its k experts in their tiers and layout.
+R(m) = m * bytes / bandwidth + latency, 0 without misses. The last matrix of an expert is computed
+after the last read. Reads during computation also take processor time from a compute thread. f: the
+share of misses that was predicted one layer ahead; 0 without look-ahead and in the first layer.
+w = 1 - f if f > 0: as many experts are prefetched in vain as were not predicted. A part of a prompt
+follows the same formula with as many rows per expert as its tokens need; it reads each expert that
+it uses and that is not resident.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from orchestrator.memory.machine import probe
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.memory.request import PlanRequest
 
-# Of the experts of the next layer, look-ahead finds so many (docs/experiments/firm.md).
+# The share of the next layer's experts that look-ahead predicts (docs/experiments/firm.md).
 FORESEEN = 0.8
-# Tokens of the prompts that are predicted, and of the context behind which a token is.
+# Length of predicted prompts, and of the context before a predicted token.
 PROMPT_TOKENS = 512
 _MOST_STEPS = 64
-# A cap that leaves less is too small for any model.
+# A lower bound of the memory for measurements.
 _LEAST_SPARE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What tokens use of the experts, and what of it is in memory.
+    """The use of experts by tokens, and the share that is resident.
 
-    uses: float64 [n_layers, n_expert], the chance that a token uses an expert; rows sum to k. mix:
-    float64 [n_layers, n_expert, n_tiers], the shares of those uses that are computed in each tier;
-    what is missing to 1 is skipped. present: [n_layers, n_expert], the share of those uses that
-    finds the expert in memory. scanned: of what a prompt uses, the share that its first part finds
-    there, and each part after it. loaded: it is there before the first token. foreseen: f above, in
-    the layers behind the first one.
+    uses: the probability that a token uses an expert, float64 [n_layers, n_expert]; rows sum to k.
+    mix: the shares of these uses that are computed in each tier, float64 [n_layers, n_expert,
+    n_tiers]; the rest to 1 is skipped. present: the share of these uses that finds the expert
+    resident, [n_layers, n_expert]. scanned: the share of a prompt's experts that the first part of
+    the prompt finds resident, and that each later part does. loaded: experts are loaded before the
+    first token. foreseen: f above, in the layers after the first.
     """
 
     uses: np.ndarray
@@ -70,15 +70,15 @@ class Residency:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the experts that tokens compute which is in memory when it is asked for."""
+        """The share of computed experts that are resident when they are requested."""
         asked = self.uses * self.mix.sum(axis=2)
         return float((asked * self.present).sum() / max(asked.sum(), 1e-300))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """What one plan takes. n_ubatch: the tokens of a prompt that are computed at once; asked:
-    whether a policy is asked about each layer of a token."""
+    """The predicted time of one plan. n_ubatch: micro-batch size in tokens. asked: the policy is
+    called for each layer of a token."""
 
     costs: Costs
     residency: Residency
@@ -88,13 +88,13 @@ class PlanTime:
 
     @property
     def read_bytes(self) -> float:
-        """What a token of an answer reads."""
+        """Bytes that a token of an answer reads."""
         layers = range(self.costs.n_layers)
         missed = zip(layers, map(self._missed, layers), strict=True)
         return float(sum(n * each * self._read(layer) for layer, (_, n, each) in missed))
 
     def token_s(self, cells: int = 0) -> float:
-        """Seconds of one token of an answer behind a context of so many tokens."""
+        """Return the seconds per token of an answer after `cells` tokens of context."""
         costs = self.costs
         dense = float(costs.dense_s[0]) / costs.n_layers
         layers = sum(self._layer_s(layer, dense) for layer in range(costs.n_layers))
@@ -102,9 +102,11 @@ class PlanTime:
         return costs.step_s + asked + layers + costs.output_s + cells * costs.attention_s[0]
 
     def prompt_s(self, n_tokens: int, first: bool = False) -> float:
-        """Seconds until the first token of the answer to a prompt of so many tokens. first: the
-        first prompt after the start finds what is loaded then, and not what decoding left, and
-        what its first part reads has not been read for long."""
+        """Return the seconds until the first token of the answer to a prompt of n_tokens.
+
+        first: the first prompt after the start finds only experts loaded at the start, and its
+        first part reads bytes that have not been read for a long time.
+        """
         cold = first and not self.residency.loaded
         early = replace(self, disk=self.disk.at_first)
         total = self.costs.output_s
@@ -118,7 +120,7 @@ class PlanTime:
         return total
 
     def _missed(self, layer: int) -> tuple[float, float, float]:
-        """(experts that a token computes, those of them that it misses, bytes of a missing one)."""
+        """Return (experts that a token computes, number of misses, bytes of a missing expert)."""
         known = self.residency
         asked = known.uses[layer, :, None] * known.mix[layer]
         missing = asked * (1.0 - known.present[layer, :, None])
@@ -127,11 +129,11 @@ class PlanTime:
         return float(asked.sum()), n, moved / n if n else 0.0
 
     def _unforeseen(self, layer: int) -> float:
-        """1 - f. Nobody asks for the first layer's experts before its own router has chosen."""
+        """Return 1 - f. No prediction exists for the first layer's experts."""
         return 1.0 - self.residency.foreseen if layer else 1.0
 
     def _read(self, layer: int) -> float:
-        """1 + w."""
+        """Return 1 + w."""
         wrong = self._unforeseen(layer)
         return 1.0 + (wrong if wrong < 1.0 else 0.0)
 
@@ -153,8 +155,8 @@ class PlanTime:
         return total
 
     def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
-        """One part of a prompt, behind `done` tokens. In the last layer it computes the experts of
-        the prompt's last token alone."""
+        """Return the seconds of one part of a prompt after `done` tokens. The last layer computes
+        only the experts of the prompt's last token."""
         costs, known = self.costs, self.residency
         dense = float(interpolated(costs.dense_s, n_tokens)) / costs.n_layers
         total = n_tokens * (done + n_tokens / 2) * costs.attention_s[n_tokens > 1]
@@ -175,7 +177,8 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Seconds for so many rows, of a curve over ROWS; below the first one as for it."""
+    """Return the seconds for `rows` rows from a curve over ROWS. Below the first point the curve is
+    constant; beyond the last one it is proportional to the rows."""
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
 
@@ -185,8 +188,10 @@ def _binomial(n: int, p: float) -> list[float]:
 
 
 def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
-    """Uses of Residency from how often tokens used each expert, or any hotness, [n_layers,
-    n_expert]: in proportion, but none above 1. A layer that nobody used counts as uniform."""
+    """Return uses as in Residency from counts or any hotness, [n_layers, n_expert].
+
+    Uses are proportional to counts, at most 1 each. A layer without counts has uniform usage.
+    """
     counts = np.asarray(counts, np.float64)
     counts = np.where(counts.sum(axis=1, keepdims=True) > 0, counts, 1.0)
     uses = n_used * counts / counts.sum(axis=1, keepdims=True)
@@ -203,8 +208,8 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Every expert in memory in the tier that tiers [n_layers, n_expert] says, an index of the
-    costs' tiers, or SKIP for one that is always skipped."""
+    """Return the residency if every expert is resident. tiers: the tier of each expert, [n_layers,
+    n_expert], an index of the costs' tiers, or SKIP for an expert that is always skipped."""
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
     return Residency(uses, mix, present)
@@ -217,12 +222,12 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Experts that come and go in least-recently-used order in the slots of a plan.
+    """Return the residency of experts in least-recently-used caches with the slots of a plan.
 
-    mix, foreseen: as in Residency. Uses are taken as
-    independent of each other, so an expert is in its group's slots where it was used within the
-    last t tokens, 1 - (1 - p)^t, with the t for which as many are there as there are slots (Che,
-    Tung and Wang 2002). A lower tier's use finds a better copy as well.
+    mix, foreseen: as in Residency. Uses are assumed to be independent. An expert is then resident
+    if it was used within the last t tokens, with probability 1 - (1 - p)^t, where t is chosen so
+    that the expected number of resident experts equals the number of slots (Che, Tung and Wang
+    2002). A use in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix
     found = np.zeros_like(rates)
@@ -248,8 +253,8 @@ def cached(
 
 
 def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
-    """The chance of each item to be in as many slots as n_slots, where each step uses it with the
-    chance in rates, and what was used longest ago makes room."""
+    """Return the probability of each item to be in a least-recently-used cache of n_slots, if each
+    step uses it with the probability in rates."""
     if np.count_nonzero(rates) <= n_slots:
         return np.where(rates > 0.0, 1.0, 0.0)
     if rates.min() == rates.max():
@@ -269,14 +274,14 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Of the experts of which so large a share has slots: what the first pass of a prompt over all
-    of them finds there, and each pass after it.
+    """Return the share of experts that the first pass of a prompt over all experts finds resident,
+    and that each later pass does. share: slots per expert.
 
-    A layer with slots of its own computes what is there before it replaces anything. Where layers
-    share their slots, each miss takes one that a later layer was to find: a share y of what the
-    rest of the layers had is gone after t of them, y' = ((1 - share) / share + y) / (1 - t), so
-    that they find share + (1 - share) log(1 - share). The next pass begins with layers that the
-    end of this one replaced.
+    A layer with its own slots computes resident experts before it replaces any. If layers share
+    slots, each miss takes a slot that a later layer would have hit. After a share t of the layers,
+    a share y of the other layers' residents is gone, with y' = ((1 - share) / share + y) / (1 - t).
+    So the pass finds share + (1 - share) log(1 - share). The next pass begins with layers that the
+    end of this pass evicted.
     """
     if share >= 1.0 or not several_layers:
         return min(1.0, share), min(1.0, share)
@@ -284,13 +289,13 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """What tokens use where of their missing experts those are skipped that cost least a byte,
-    until they cost what is allowed in the mean. What is skipped is read behind, so that as many
-    uses of an expert find it in memory as without skipping.
+    """Return the residency if missing experts with the least cost per byte are skipped, until the
+    mean cost reaches the allowed loss.
 
-    known: without skipping. expert_bytes: [n_layers], what reading one moves. Of each token's
-    experts in a layer one at least is never skipped. The gates of an expert's uses differ, and
-    those with the least are skipped first, which is better than the mean says.
+    Skipped experts are read afterwards, so as many uses of an expert hit as without skipping.
+    known: residency without skipping. expert_bytes: bytes of one read, [n_layers]. At least one of
+    each token's experts in a layer is never skipped. The prediction is conservative, because gates
+    of an expert vary and the uses with the smallest gates are skipped first.
     """
     asked = known.uses * known.mix.sum(axis=2)
     missing = asked * (1.0 - known.present)
@@ -309,9 +314,12 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """What a managed plan will have in memory, where tokens use experts with these chances: each
-    in the tier in which its policy starts it, where all stay in memory; else what was used last.
-    n_cells: of the context in use."""
+    """Return the residency that a managed plan will have. uses: as in Residency. n_cells: tokens of
+    context in use.
+
+    If every expert stays resident, each is in the tier in which its policy starts it; otherwise the
+    slots are least-recently-used caches.
+    """
     slots = plan.slots_behind(n_cells)
     placement = plan.placement
     assert placement is not None and slots is not None
@@ -322,16 +330,16 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
-    """What measuring this machine may take for a moment: most of what the cap leaves beside the
-    process, before a model is loaded."""
+    """Return the memory that measurements may use temporarily before a model is loaded: most of
+    what the cap leaves beside the process."""
     free = probe().memory_bytes
     left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
-    """How often a token uses each expert, as of Residency, and whether earlier runs said so: else
-    it is as if all experts were used alike."""
+    """Return how often a token uses each expert, as in Residency, and whether earlier runs measured
+    it. Otherwise usage is uniform."""
     remembered = config.with_changes(remember=True)
     counts = UsageKeeper(remembered, model).recall()
     if counts is None:
@@ -343,23 +351,23 @@ def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
 
 
 def alike(model: ExpertModel) -> np.ndarray:
-    """Uses of Residency as if all experts were used alike."""
+    """Return uniform uses, as in Residency."""
     return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 
 
 def skewed(model: ExpertModel) -> np.ndarray:
-    """Uses of Residency as if few experts of a layer were used mostly: by Zipf's law, the n-th in
-    proportion to 1 / n."""
+    """Return uses by Zipf's law, as in Residency: the n-th expert of a layer in proportion to 1 /
+    n."""
     ranks = np.arange(1, model.n_expert + 1)
     return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """What plans of one model take on this machine, at these speeds of its processor and of its
-    disk, beside the threads that compute.
+    """Predicts the times of plans of one model from the measured speeds of this machine's processor
+    and disk.
 
-    uses: as of Residency. profiled: earlier runs said so.
+    uses: as in Residency. profiled: earlier runs measured uses.
     """
 
     model: ExpertModel
@@ -377,10 +385,12 @@ class TimeModel:
         n_cells: int = 0,
         uses: np.ndarray | None = None,
     ) -> PlanTime:
-        """Of a plan that plan_memory made with a config, in the layout that it would have. skips:
-        what its policy may skip of what is missing. n_cells: of the context in use. uses: in the
-        place of what is known. Measures what is not known of this machine, for some seconds.
-        Raises NativeError."""
+        """Return the predicted time of a plan in the layout that it would use.
+
+        config: the configuration of the plan. skips: the loss budget of its policy. n_cells: tokens
+        of context in use. uses: replaces the known uses. Measures missing timings, for some
+        seconds. Raises NativeError.
+        """
         uses = self.uses if uses is None else uses
         asked = False
         if plan.placement is None:

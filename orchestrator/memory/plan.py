@@ -373,7 +373,7 @@ class _Layout:
         if placement is None or placement.policy.about.wants.all_resident:
             return None
         own = 0 if footprint.part_bytes(self.model, config) else prompts
-        if own:  # no copy has more than its cells
+        if own:  # a copy of a sequence has no more than its KV cells
             plan = self.plan_in(room, 0)
             if isinstance(plan, Refusal):
                 return plan
@@ -428,9 +428,9 @@ class _Layout:
         )
         least, sizes = config.ubatch or SIZES[0], micro_batches(config, most)
         lines = {size: self._line(lambda room: room.compute_bytes, size, most) for size in sizes}
-        # What is there beside no cell stays.
+        # The part of the KV memory that does not depend on the number of cells stays allocated.
         states, cell_bytes = self._line(lambda room: room.kv_bytes, least, most)
-        # Behind the last layer of attention, recurrent ones compute where its mask lay.
+        # After the last attention layer, recurrent layers compute in the memory of its mask.
         twice = 2 if states else 1
         shared = SharedMemory(
             plan.cap_bytes - plan.fixed_bytes + plan.kv_bytes + plan.compute_bytes - states,

@@ -51,8 +51,7 @@ class SharedMemory:
         return self.n_bytes - max(held, scratch) - self.cache_bytes(n_cells)
 
     def width(self, cells_end: int, n_tokens: int) -> int:
-        """Return an upper bound of the position after the last used cell after n_tokens more
-        tokens.
+        """Return an upper bound of the position after the last used cell, n_tokens tokens later.
 
         cells_end: the position after the last used cell now. Each of several sequences reserves
         runs of free cells and may leave a part of one run free.
@@ -85,10 +84,10 @@ class SharedMemory:
         """Return how many of n_tokens after n_cells to compute at once, so that the fewest bytes are
         read from disk.
 
-        A micro-batch of hundreds of tokens uses nearly every expert, so each one reads all experts
-        without a slot. Its scratch takes memory from slots. The evicted experts are read `again`
-        times after the prompt. With n tokens, u at once, A bytes of all experts and S(u) bytes of
-        slots, the bytes read are, up to a constant
+        A micro-batch of hundreds of tokens uses nearly every expert, so each one reads all
+        experts without a slot. Its scratch takes memory from slots. The evicted experts are read
+        `again` times after the prompt. With n tokens, u at once, A bytes of all experts and S(u)
+        bytes of slots, the bytes read are, up to a constant
 
             ceil(n / u) (A - S(u)) - again S(u)
         """

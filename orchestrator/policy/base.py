@@ -123,10 +123,10 @@ class Wants:
 
 
 class History:
-    """What earlier runs and calibration recorded about a model. This base class holds no records."""
+    """Records of earlier runs and calibration of a model. This base class holds no records."""
 
     def hotness(self) -> np.ndarray | None:
-        """Return the usage of each expert, float64 [n_layers, n_expert], or None if it is unknown."""
+        """Return the usage of each expert, float64 [n_layers, n_expert], or None if unknown."""
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
@@ -144,7 +144,7 @@ class History:
         return None
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:
-        """Return the settings that the policy tuned in an earlier run (`Learned.tuned`), or None."""
+        """Return the settings that the policy tuned in an earlier run (`Learned.tuned`), if any."""
         return None
 
 
@@ -249,7 +249,7 @@ class Policy:
     |---|---|
     | about | required: the declarations of the policy |
     | place | required: divides a budget into slots; pure |
-    | decide | required if `about.wants.asked_in` is not empty: chooses the tiers of a layer's experts |
+    | decide | required if `about.wants.asked_in` is not empty: chooses tiers of a layer's experts |
     | on_step | called after each step; returns transitions. Default: none |
     | warm | what is loaded before the first token. Default: the placement's `first` |
     | update_settings | replaces the live settings. Default: stores the new record |

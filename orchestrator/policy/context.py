@@ -1,5 +1,5 @@
-"""Context-aware placement: every expert in memory, in a precision by what the prompt used (the
-near-data paper, section 4)."""
+"""Context-aware placement: every expert is resident, in a tier that depends on its use by the
+prompt (the near-data paper, section 4)."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ _MAGIC = b"moe-edge use 1\n"
 
 
 class SequenceUse:
-    """Sums of the sequences that are in memory; what those that are over used is in `past`, float64
+    """Expert usage of the sequences in memory. `past` is the usage of finished sequences, float64
     [n_layers, n_expert].
 
-    A token of a prompt counts for its own sequence. What a decode step used is known for all of its
-    tokens together, so that it counts in equal parts for all sequences in memory: their sum is
-    exact, and so is a sequence that is alone. Answers have no gate sums.
+    A prompt token counts for its own sequence. The counts of a decode step are known only for all
+    its tokens together, so they are divided equally among the sequences in memory: their sum is
+    exact, and with a single sequence so is its count. Answers have no gate sums.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
         self._size = n_layers, n_expert
         self.past: np.ndarray = np.zeros(self._size)
-        # Of each sequence counts P and gates W, float64 [2, n_layers, n_expert].
+        # Counts P and gate sums W of each sequence, float64 [2, n_layers, n_expert].
         self._of: dict[int, np.ndarray] = {}
         self._step = -1
         self._in_step: dict[int, np.ndarray] = {}
@@ -83,8 +83,9 @@ class SequenceUse:
     def count(
         self, step: int, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray
     ) -> None:
-        """Tokens of a step: the experts ids and their weights gates [T, k], and the sequence of
-        each token [T]. What an earlier step counted that failed is dropped."""
+        """Count the tokens of one layer in a step. ids, gates: chosen experts and their weights,
+        [T, k]. sequences: the sequence of each token, [T]. Counts of an earlier step that failed
+        are dropped."""
         if step != self._step:
             self._step = step
             self._in_step.clear()
@@ -96,7 +97,7 @@ class SequenceUse:
             use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
-        """A step that succeeded: sequences end and begin, and what it used is added."""
+        """Add the counts of a successful step, after sequences ended and began."""
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
                 self.past += over[0]
@@ -114,13 +115,13 @@ class SequenceUse:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
-        """What one sequence used so far; None for one that is not in memory."""
+        """Return the usage of one sequence as bytes; None if it is not in memory."""
         use = self._of.get(sequence)
         return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
-        """A sequence goes on from where another one was saved, in the place of what it used itself.
-        Raises PolicyError for what save did not write for this model."""
+        """Replace the usage of a sequence by saved usage. Raises PolicyError for bytes that save
+        did not write for this model."""
         body, none = state[len(_MAGIC) :], self._none()
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
         use = np.frombuffer(body if written else b"", "<f8")
@@ -137,32 +138,33 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 
 @dataclass(frozen=True)
 class ContextSettings(PlacementSettings, Background):
-    """What a user can tune."""
+    """Settings of the policy context."""
 
     hot_experts: int | None = again(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
-        "Precisions of the experts that are not hot, as q4_k,q2_k.",
+        "Precisions of the experts that are not hot, such as q4_k,q2_k.",
         metavar="LIST",
         shown="all below the best one",
     )
     near_slots: str = setting(
         OWN,
-        "What a slot of theirs holds: one precision (own), so many of each in every layer, or any "
-        "of them (shared), so that each prompt has its own bits, in slots of the largest.",
+        "Slots of these experts: each slot holds one precision, with the same number of each in "
+        "every layer (own); or each slot holds any of them and is as large as the largest, so "
+        "that the numbers follow the prompt (shared).",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
         AUTO,
-        "Where a GPU's near experts are: in its memory (device); in the host's, whose threads "
-        "compute them beside the GPU and nothing of them is copied (host); auto: there only where "
-        "the GPU has no room for all.",
+        "Where experts that are not hot are stored with a GPU: in its memory (device), or in host "
+        "memory, where the CPU computes them without copies (host). auto: in host memory only if "
+        "they do not all fit the GPU.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = again(Shared, "losses")
     placement: str = setting(
         ASYNC,
-        "Experts move beside the answer (async), or before its first token, which waits (wait).",
+        "Experts move during the answer (async), or before its first token, which waits (wait).",
         choices=(ASYNC, WAIT),
     )
 
@@ -177,13 +179,16 @@ class ContextSettings(PlacementSettings, Background):
         )
 
 
-# What earlier runs learned counts as the use of so many tokens of this run.
+# The usage learned by earlier runs counts as this many tokens of this run.
 _LEARNED_TOKENS = 1024
 
 
 class NearTiers(NamedTuple):
-    """The tiers of experts that are not hot, best first: their numbers, names, nominal bits a
-    weight, and bits as stored, empty where these are not known."""
+    """The tiers of experts that are not hot, best first.
+
+    tiers: tier numbers. names: tier names. bits: nominal bits per weight. stored: actual bits per
+    weight, empty if unknown.
+    """
 
     tiers: list[int]
     names: list[str]
@@ -192,7 +197,7 @@ class NearTiers(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: ContextSettings) -> NearTiers:
-        """Raises PolicyError as near_tiers does."""
+        """Return the near tiers for the settings. Raises PolicyError as near_tiers does."""
         tiers = near_tiers(shape.tiers, settings.near_tiers)
         names = [shape.tiers[tier] for tier in tiers]
         stored = [shape.bits[tier] for tier in tiers] if shape.bits else []
@@ -200,7 +205,7 @@ class NearTiers(NamedTuple):
 
 
 def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
-    """Whether near tiers are on the host of a GPU: what is tried, in turn."""
+    """Return whether near tiers are in host memory of a GPU system, as options to try in turn."""
     asked = settings.near_place
     if not shape.host_slots or asked == DEVICE:
         return [False]
@@ -208,8 +213,8 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
 
 
 def like_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
-    """How many of n_cold experts of a layer get each near tier where all are alike. Raises
-    PolicyError where the least bits are more than near_bits."""
+    """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
+    Raises PolicyError if near_bits is less than the smallest tier needs."""
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
@@ -229,9 +234,9 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Slots for n_hot experts of each layer in tier 0, and for counts of them in the near tiers.
-    on_host: the near ones are in the host's memory behind a GPU, with its threads computing
-    them."""
+    """Return slots for n_hot experts of each layer in tier 0, and for `counts` experts in the near
+    tiers. on_host: near experts are in host memory and computed by the host's threads, next to a
+    GPU."""
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
     if shares_slots:
@@ -247,16 +252,18 @@ def pools_of(
 
 
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
-    """What earlier runs learned, as uses of _LEARNED_TOKENS tokens."""
+    """Return the usage that earlier runs learned, as uses of _LEARNED_TOKENS tokens."""
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlacement(Placement):
-    """n_hot: K, the experts of each layer in tier 0; near_counts: those in each near tier.
-    shares_slots: near tiers share slots, so that their counts follow the conversation. on_host:
-    near tiers are in the host's memory behind a GPU. hotness: how much each expert is used, by
-    earlier runs."""
+    """A placement with K hot experts per layer.
+
+    n_hot: K, the experts of each layer in tier 0. near_counts: experts in each near tier.
+    shares_slots: near tiers share slots, so their counts follow the conversation. on_host: near
+    tiers are in host memory next to a GPU. hotness: usage in earlier runs.
+    """
 
     near: NearTiers
     shares_slots: bool
@@ -269,8 +276,11 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The importance of each expert, float64, and its tier, uint8 [n_layers, n_expert], by what
-        the conversation used, and by uses before it."""
+        """Return the importance of each expert, float64, and its tier, uint8, both [n_layers,
+        n_expert].
+
+        counts, gates: use by the conversation. before: uses before it.
+        """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
         losses = nominal_losses(near.bits, *scores.shape)
@@ -282,7 +292,7 @@ class ContextPlacement(Placement):
         return scores, tiers
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Every expert where the hotness alone would have it."""
+        """Return a transition of every expert to its tier according to the hotness alone."""
         none = np.zeros((self.shape.n_layers, self.shape.n_expert))
         known = self.hotness if hotness is None else hotness
         before = none if known is None else as_uses(known, self.shape.n_expert_used)
@@ -306,35 +316,36 @@ class ContextPlacement(Placement):
 
 
 class ContextAware(Policy):
-    """The K most important experts of each layer in tier 0, the others in the near tiers, all of
-    them in memory, by what the conversation used.
+    """Keep the K most important experts of each layer in tier 0 and the others in near tiers, all
+    of them resident, according to their use by the conversation.
 
-    In prefill it is asked at each layer, and sums P, how often each expert is used, and W, its
-    routing weights; the last layer computes one token of a prompt, so that the look-ahead of the
-    layer before stands for it, which sees all tokens. An answer's tokens count in P alone. Behind a
-    prompt `importance` and `place` give each expert its tier, and it moves there in the background,
-    at step boundaries: down before up, the most important one first. No token waits, but the first
-    one of an answer where that is asked for. `SequenceUse` says which sequences add up. What those
-    that are over used becomes part of the profile.
+    In prefill, each layer adds P, the uses of each expert, and W, its routing weights. The last
+    layer computes only one token of a prompt, so the predictions of the layer before, which sees
+    all tokens, are counted instead. Tokens of an answer count in P alone. `SequenceUse` says which
+    sequences are summed. The usage of finished sequences becomes part of the profile.
 
-    Where near tiers share slots, the prefix split of section 4.2 gives each layer as many experts
-    of each near tier as it finds best for the sequence. Where each has its own, the counts are
-    fixed: those of the split for like experts whose importance falls as 1/rank (`near_weights`
-    importance) or is alike (plain). Of two near tiers each has as many as the budget of bits says
-    in any case, so that slots of their own are as good and smaller.
+    After a prompt, `importance` and `place` choose each expert's tier. Experts move in the
+    background, at step boundaries, moves to lower tiers first, then the most important ones. No
+    token waits, except the first token of an answer if that is requested (`placement` wait).
+
+    If near tiers share slots, the prefix split of section 4.2 chooses the number of experts per
+    near tier for each layer and sequence. If each has its own slots, the numbers are fixed: those
+    of the split for experts with equal losses, whose importance falls as 1/rank (`near_weights`
+    importance) or is uniform (plain). With two near tiers, the bit budget determines both numbers,
+    so separate slots are as good and take less memory.
     """
 
     about = About(
         name="context",
         summary=(
-            "Every expert is in memory: in the best precision those that the conversation used "
-            "most, the others in lower ones. They are placed once per prompt, in the background, "
-            "and no token waits for it."
+            "Every expert is resident: those that the conversation used most in the best "
+            "precision, the others in lower ones. They are placed once per prompt, in the "
+            "background, and no token waits for it."
         ),
         Settings=ContextSettings,
         reason="places every expert by the prompt",
         precisions=Precisions(least=2, keeps="several precisions"),
-        # The last layer's part of a prompt is seen by looking one layer ahead.
+        # One layer of look-ahead predicts the last layer's experts for all prompt tokens.
         wants=Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True),
     )
     settings: ContextSettings
@@ -349,9 +360,12 @@ class ContextAware(Policy):
         budget_bytes: int,
         history: History,
     ) -> ContextPlacement:
-        """Every expert near, and K of each layer in the best tier instead: as many as fit, or
-        hot_experts of them. Raises PolicyError where the model has no second precision in use, for
-        near tiers that it lacks or that are too many, and for shared slots on a device."""
+        """Place every expert in a near tier, and K of each layer in the best tier instead: as many
+        as fit, or hot_experts.
+
+        Raises PolicyError if the model has no second tier in use, for near tiers that it lacks or
+        that are too many, and for shared slots in device memory.
+        """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
         places = _places(shape, settings, shares_slots)
@@ -369,7 +383,7 @@ class ContextAware(Policy):
             slots = pools.plan()
             if slots.total_bytes <= budget_bytes:
                 break
-        # Tokens wait, too, where what is computed must not depend on what is in memory by now.
+        # With exact rules, tokens wait as well, because results must not depend on residency.
         waits = rules.exact or settings.placement == WAIT
         wants = replace(
             cls.about.wants,
@@ -380,7 +394,7 @@ class ContextAware(Policy):
         )
         return ContextPlacement(
             *(cls, shape, settings, rules, slots, wants),
-            # Where the counts of each tier are fixed there is nothing to choose by losses.
+            # With fixed counts per tier, losses have no influence.
             losses=history.losses(shape.tiers) if shares_slots else None,
             near=near,
             shares_slots=shares_slots,
@@ -405,7 +419,7 @@ class ContextAware(Policy):
         self._moved = self._steps = 0
 
     def learned(self) -> Learned:
-        """The share of tokens that use each expert, of earlier runs and of this one."""
+        """Return the share of tokens that use each expert, in earlier runs and this one."""
         used = self.use.past + self.use.sums[0]
         if not used.any():
             return Learned(hotness=np.array(self._learned))
@@ -413,7 +427,7 @@ class ContextAware(Policy):
         return Learned(hotness=frequency)
 
     def _before(self) -> np.ndarray:
-        """What earlier runs learned, as uses of this one."""
+        """Return the usage that earlier runs learned, in uses."""
         return as_uses(self._learned, self.shape.n_expert_used)
 
     def recall(self, hotness: np.ndarray) -> None:
@@ -423,15 +437,16 @@ class ContextAware(Policy):
         return self.use.save(sequence)
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """It is placed anew behind what follows, as behind a prompt."""
+        """Restore a sequence's usage. Its experts are placed again after the next tokens, as after
+        a prompt."""
         self.use.restore(sequence, state)
         self._placed = False
 
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Every expert where the profile alone would have it; before an answer, where the
-        conversation has it."""
+        """Return the transitions of every expert to its tier by the profile; before an answer, by
+        the conversation."""
         if resident is None or target is None:
             wanted = self._latest = self._place()
             return every_expert_to(wanted)
@@ -441,14 +456,14 @@ class ContextAware(Policy):
         return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
-        """The tier of each expert, uint8 [n_layers, n_expert], by what is known now."""
+        """Return the tier of each expert by the usage known now, uint8 [n_layers, n_expert]."""
         use = self.use
         counts, gates = use.sums
         self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Experts as they are in memory; counts what the layer's tokens use."""
+        """Use each expert in its resident tier, and count the uses of the layer's tokens."""
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         of = event.sequences_array
@@ -461,8 +476,9 @@ class ContextAware(Policy):
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves that have slots now. Experts are placed after the
-        first token of an answer: a prompt that comes in parts has an end in each of them."""
+        """Count the step, and return the moves for which slots are free now. Experts are placed
+        after the first decode step, because a prompt in several parts has prompt ends in each of
+        them."""
         if report.counts is None or report.resident is None or report.target is None:
             return ()
         self.use.step_done(report)
@@ -474,7 +490,7 @@ class ContextAware(Policy):
         return self._moves(report.resident, report.target)
 
     def _place_anew(self) -> None:
-        """Behind a prompt, once."""
+        """Choose tiers once after each prompt."""
         if self._placed:
             return
         self._wanted = self._latest = self._place()
@@ -483,7 +499,7 @@ class ContextAware(Policy):
         self._steps = 0
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """What may move now towards the latest placement, the most important experts first."""
+        """Return the possible moves towards the latest placement, most important experts first."""
         wanted = self._wanted
         if wanted is None:
             return []
@@ -495,9 +511,9 @@ class ContextAware(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: placements, and experts that were asked to move for them;
-        decode steps that the latest one took; hot and near experts of a layer by tier, on average,
-        and the near ones' bits, nominal and as stored."""
+        """Figures since the runtime started: placements, and moves for them; decode steps that the
+        latest placement took; hot and near experts of a layer by tier, on average; the bits of near
+        experts, nominal and as stored."""
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]
         if latest is not None and placement.shares_slots:

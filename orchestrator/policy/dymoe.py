@@ -1,4 +1,4 @@
-"""DyMoE: critical experts high, the others low or skipped."""
+"""DyMoE: critical experts in the high tier, the others in the low tier or skipped."""
 
 from __future__ import annotations
 
@@ -35,30 +35,34 @@ from orchestrator.policy.base import (
 )
 from orchestrator.settings import setting
 
-# r(l) * M is exact in theory where it lands on an integer; the ceiling must not turn
-# rounding noise into one more expert.
+# Tolerance of the ceiling: if r(l) * M is an integer in theory, rounding noise must not add an
+# expert.
 _NOISE = 1e-9
 
 
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """t_l of every layer = ceil(r(l) * M), eq. 5, at least 1: lambda = 0 alone would leave the last
-    layer of a 4/0 plan without any expert. r(l) = (1 - lambda) * c(l) + lambda, the share of
-    critical experts in MoE layer l, with c(l) as `falling` has it; cosine is eq. 4."""
+    """Return t_l, the number of critical experts, of every MoE layer: ceil(r(l) * M), eq. 5, at
+    least 1.
+
+    r(l) = (1 - lambda) * c(l) + lambda is the share of critical experts in layer l; `falling`
+    returns c(l), and the cosine schedule is eq. 4. The minimum of 1 differs from the paper: with
+    lambda = 0, the last layer of a 4/0 plan would have no expert.
+    """
     shares = [(1 - lam) * c + lam for c in falling(schedule, n_layers)]
     return [min(m, max(1, math.ceil(share * m - _NOISE))) for share in shares]
 
 
 def realised(counts: list[int], m: int) -> float:
-    """Mean of t_l / M over the MoE layers."""
+    """Return the mean of t_l / M over the MoE layers."""
     return sum(counts) / (m * len(counts))
 
 
 def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """t_l of every layer, of the lambda for which their mean share of M is nearest to retention.
+    """Return t_l of every layer for the lambda whose mean share t_l / M is nearest to retention.
 
-    M is the number of experts that t_l is taken of: those a token selects when decoding, those
-    that a prompt uses in prefill. lambda lies in [0, 1], so shares below about one half cannot be
-    reached but with the flat schedule: eq. 4 keeps the mean of r(l) at (1 + lambda) / 2.
+    M is the number of experts in the layer from which t_l are critical: those that a token selects
+    in decode, those that the prompt uses in prefill. lambda is in [0, 1], so shares below about one
+    half are reached only with the flat schedule: in eq. 4, the mean of r(l) is (1 + lambda) / 2.
     """
     if n_layers == 1:
         return critical_counts(retention, 1, m, schedule)
@@ -84,12 +88,12 @@ def solve(retention: float, n_layers: int, m: int, schedule: str = COSINE) -> li
 def load_ahead(
     event: RouteEvent, out: DecisionBuffer, critical: list[int], low: int | None
 ) -> list[int]:
-    """Decode, eq. 8: asks for the top-t experts that the next layers are predicted to select.
+    """Prefetch the experts that the next layers are predicted to select in a decode step (eq. 8).
 
-    critical[layer] is t_l. A predicted rank below t_l asks for tier 0; the other ranks ask
-    for tier `low`, or for nothing when it is None. What is in memory already is asked for as
-    well: the store then keeps it. Of several tokens the predictions of all are asked for, by
-    frequency. Returns the experts asked for in the next layer.
+    critical[layer] is t_l. Predicted ranks below t_l are requested in tier 0, the other ranks in
+    tier `low`, or not at all if it is None. Resident experts are requested too, so that the store
+    keeps them. With several tokens, the predictions of all tokens are requested, by frequency.
+    Returns the experts requested for the next layer.
     """
     asked: list[int] = []
     for ahead in range(event.n_ahead):
@@ -110,9 +114,11 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """What any of several tokens is predicted to select, and how many of it are critical: those
-    come first, and are among the first t of some token. Both parts go by the number of tokens, then
-    by the best rank, then by the index. ids int32 [T, k], each token's best first.
+    """Return the experts that any token is predicted to select, critical ones first, and the number
+    of critical ones.
+
+    An expert is critical if it is among the first t of some token. Both parts are ordered by the
+    number of tokens, then by the best rank, then by index. ids: int32 [T, k], best first.
     """
     n_tokens, k = ids.shape
     load = np.bincount(ids.ravel(), minlength=n_expert)
@@ -132,56 +138,58 @@ GATES, MISSING = "gates", "missing"
 
 @dataclass(frozen=True)
 class DyMoESettings(LookAhead):
-    """What a user can tune."""
+    """Settings of the policy dymoe."""
 
     retention: float | None = setting(
         None,
         "Average share of critical experts, 0 to 1.",
         metavar="R",
         within=(0.0, 1.0),
-        shown=f"1, or {_USUAL_RETENTION} where a low precision is asked for",
+        shown=f"1, or {_USUAL_RETENTION} with a low precision",
         live=True,
     )
     schedule: str = setting(
         COSINE,
-        f"How that share falls with depth: {', '.join(SCHEDULES)}.",
+        f"How the share of critical experts falls with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
     )
     lower_which: str = setting(
         GATES,
-        "Which of an answer's experts are low or skipped: those with the lowest gates, as in the "
-        "paper (gates), or at most as many of those that are not in memory (missing).",
+        "Which experts of an answer are lowered or skipped: those with the lowest gates, as in "
+        "the paper (gates), or at most as many of those that are not resident (missing).",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
-        "Share of a prompt's tokens whose experts count as critical, by the attention that they "
-        "receive.",
+        "Share of a prompt's tokens, those that receive the most attention, whose experts count "
+        "as critical.",
         metavar="R",
         within=(0.0, 1.0),
     )
     prefetch_low: bool = setting(
         True,
-        "Whether an answer's experts that will be low are loaded ahead as well; the paper (eq. 8) "
-        "loads the critical ones alone.",
+        "Also prefetch experts of an answer that are predicted to be low; the paper (eq. 8) "
+        "prefetches only critical ones.",
     )
     prompts_pass: bool = setting(
         True,
-        "Whether the experts that a prompt uses less pass through a part of the slots, instead of "
-        "taking them all.",
+        "Stream the experts that a prompt uses less through a part of the slots, so that they do "
+        "not evict all others.",
     )
 
 
 def _one_precision(shape: ModelShape, rules: Rules) -> bool:
-    """Whether there is nothing lower to compute an expert in."""
+    """Whether there is no lower tier and no skipping."""
     return len(shape.tiers) < 2 and not rules.skip
 
 
 class Depth(NamedTuple):
-    """How many experts are critical by depth. retention: the average share that is asked for;
-    critical: t_l of each layer; realised: the average of t_l / k; least: the smallest such average
-    that the schedule reaches."""
+    """The number of critical experts by depth.
+
+    retention: the requested average share. critical: t_l of each layer. realised: the average of
+    t_l / k. least: the smallest average that the schedule can reach.
+    """
 
     retention: float
     critical: list[int]
@@ -190,7 +198,8 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
-        """Raises TiersError where experts would need a second tier and there is none."""
+        """Solve the schedule for the settings. Raises TiersError if retention is below 1 and there
+        is no second tier."""
         one_precision = _one_precision(shape, rules)
         usual = 1.0 if one_precision else _USUAL_RETENTION
         retention = usual if settings.retention is None else settings.retention
@@ -207,13 +216,13 @@ class Depth(NamedTuple):
 
 @dataclass(frozen=True)
 class DyMoEPlacement(Placement):
-    """room: of each layer, its slots in each tier. depth: how many experts are critical."""
+    """room: the number of slots of each layer in each tier. depth: the number of critical experts."""
 
     room: Sequence[Sequence[int]]
     depth: Depth
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Critical experts high, the others low or skipped."""
+        """The realised share of uses is high, and the rest is low or skipped."""
         high = self.depth.realised
         mix = (high, 1.0 - high)[: len(self.shape.tiers)]
         return np.broadcast_to(mix, (*uses.shape, len(mix)))
@@ -233,21 +242,22 @@ class DyMoEPlacement(Placement):
 
 
 class DyMoE(Policy):
-    """Per layer and step, the t_l most important experts in tier 0, the others in tier 1 or
-    skipped; slot quotas per layer; the next layer's experts prefetched.
+    """In each layer and step, compute the t_l most important experts in tier 0 and the others in
+    tier 1 or not at all. Each layer has its own slots, and the next layer's experts are prefetched.
 
-    Importance is the gate score of an answer's token (eq. 3), and the load of heavy-hitter tokens
-    of a prompt (eq. 2); in a step of several sequences each has its own, and an expert is high
-    where one of them needs it so. The experts that a prompt uses most may fill three quarters of a
-    layer's high slots; the others pass through half of them at most.
+    The importance of an expert is its gate score for a token of an answer (eq. 3), and the number
+    of heavy-hitter tokens for a prompt (eq. 2). In a step of several sequences, each sequence has
+    its own ranking, and an expert is high if one of them needs it high. The experts that a prompt
+    uses most may fill three quarters of a layer's high slots; the others are streamed through at
+    most half of them.
     """
 
     about = About(
         name="dymoe",
         summary=(
-            "The default where not everything fits. Critical experts are high, the others low or "
-            "skipped, and more of them are critical in early layers than in late ones. It "
-            "prefetches for the next layer as long as that pays."
+            "The default if not every expert fits. Critical experts are computed in the high "
+            "tier, the others in the low tier or skipped. Early layers have more critical "
+            "experts than late ones. Prefetches for the next layer while that is faster."
         ),
         Settings=DyMoESettings,
         reason="decides token by token",
@@ -266,13 +276,14 @@ class DyMoE(Policy):
         budget_bytes: int,
         history: History,
     ) -> DyMoEPlacement:
-        """One group per (layer, kind, tier). First the working set of one token in every
-        layer, t_l high and k - t_l low experts, so that decoding needs no second pass; then
-        the rest by expected use per byte.
+        """Divide the budget into one slot group per (layer, kind, tier).
 
-        A high slot answers high and low requests, (t + (k-t) * low/high bytes) / k of a
-        layer's demand per byte; a low slot only the low ones, (k-t) / k. The high ones win
-        unless a layer is almost wholly sub-critical.
+        First comes the working set of one token in every layer, t_l high and k - t_l low experts,
+        so that one token's experts fit at once. The rest is divided by expected use per byte.
+
+        A high slot serves high and low requests: (t + (k-t) * low/high bytes) / k of a layer's
+        demand per byte. A low slot serves only low requests: (k-t) / k. High slots win unless
+        nearly all experts of a layer are sub-critical.
         """
         settings = settings.with_usual()
         depth = Depth.of(shape, settings, rules)
@@ -297,7 +308,7 @@ class DyMoE(Policy):
         counts = divide(second, budget_bytes)
         room = [counts[at : at + n] for at in range(0, len(counts), n)]
         by_gates = settings.lower_which == GATES
-        # Exact decisions do not depend on what is in memory.
+        # With exact rules, decisions must not depend on which experts are resident.
         ahead = settings.prefetch != OFF and not (rules.exact and by_gates)
         wants = replace(
             cls.about.wants,
@@ -326,16 +337,18 @@ class DyMoE(Policy):
         self.critical = self.placement.depth.critical
 
     def update_settings(self, settings: Any) -> None:
-        """Solve the depth schedule for another share of critical experts."""
+        """Replace the settings and solve the depth schedule again."""
         depth = Depth.of(self.shape, settings, self.rules)
         super().update_settings(settings)
         self.placement = replace(self.placement, depth=depth)
         self.critical, self._prefill_counts = depth.critical, {}
 
     def prefill_critical(self, layer: int, n_used: int) -> int:
-        """t_l = ceil(r(l) * M) of a prompt in a step, M being the experts that any of its tokens
-        uses in the layer: a short prompt uses few of them, and r is a share of those. lambda is
-        solved for each M, so that the mean is r in spite of the ceiling."""
+        """Return t_l = ceil(r(l) * M) for a prompt.
+
+        M is n_used, the number of experts that the prompt's tokens use in the layer. lambda is
+        solved for each M, so that the mean of t_l / M stays near r despite rounding.
+        """
         counts = self._prefill_counts.get(n_used)
         if counts is None:
             shape, schedule = self.shape, self.settings.schedule
@@ -376,10 +389,14 @@ class DyMoE(Policy):
     def _high(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, view: StoreView
     ) -> np.ndarray:
-        """What tokens need high of their experts ids [T, k] with these weights, bool [n_expert]:
-        the t_l with the highest gates of each. Or, by what is in memory: of each token's experts
-        that are not there high, at most k - t_l with the lowest gates are lowered, but never one of
-        its first quarter, which is the first one at least, nor what another token needs high."""
+        """Return which experts the tokens need in the high tier, bool [n_expert]. ids, weights: [T,
+        k].
+
+        By gates, these are the t_l experts with the highest gates of each token. By residency
+        (lower_which "missing"), at most k - t_l experts of each token that are not resident in the
+        high tier are lowered, lowest gates first. An expert among the token's first quarter (at
+        least one), or one that another token needs high, is never lowered.
+        """
         t, k = self.critical[layer], ids.shape[1]
         order = np.argsort(-weights, axis=1, kind="stable")
         ranked = np.take_along_axis(ids, order, axis=1)
@@ -401,7 +418,7 @@ class DyMoE(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """As Prefetching.report."""
+        """Return the report of Prefetching."""
         return self._ahead.report()
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""DynaExq: every expert resident in exactly one version, hot ones high."""
+"""DynaExq: every expert is resident in exactly one of two tiers, and hot experts are high."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_t
 from orchestrator.settings import again, setting
 
 HIGH, LOW = 0, 1
-# In the place of a tier: the expert is on its way to another one.
+# Marks an expert that is moving to another tier.
 MOVING = 254
 
 
 @dataclass(slots=True)
 class Swap:
-    """One change of a layer's hot set: `down` is demoted, its high slot goes to `up`. down None:
-    a high slot is free already. promoting: the second half has been asked for."""
+    """One change of a layer's hot set: `down` is demoted, and `up` gets its high slot.
+
+    down: None if a high slot is free already. promoting: the promotion has been requested.
+    """
 
     layer: int
     up: int
@@ -60,20 +62,20 @@ class Swap:
 
     @property
     def moving(self) -> int:
-        """The expert that its present half moves."""
+        """The expert that the current half of the swap moves."""
         return self.up if self.promoting or self.down is None else self.down
 
 
-# Where not all low copies fit: the share of the slots beyond one token's experts for high copies.
+# If not all low copies fit: the share of the budget, after one token's low copies, for high copies.
 CACHED_HIGH = 0.5
 
 
 def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
-    """Slots for every expert in one of two versions, capacity[layer] of them high.
+    """Return slots for every expert in one of two tiers, capacity[layer] of them high.
 
-    A swap demotes first, into a low slot in reserve, and promotes into the high slot that this
-    frees; so low pools have a few slots more than experts, as many as swaps may be under way at
-    once, and high pools none.
+    A swap first demotes into a reserve low slot, and then promotes into the freed high slot. So low
+    pools have a few more slots than experts, as many as swaps may run at once, and high pools have
+    none.
     """
     n_low = [shape.n_expert - n_high for n_high in capacity]
     high, low = Places((HIGH,), capacity, reserve=False), Places((LOW,), n_low, most_moves=4)
@@ -81,7 +83,8 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """The capacity of the smallest budget: one high expert of each slot size, or most of them."""
+    """Return the capacity of the smallest budget: one high expert for each slot size, limited to
+    `most`."""
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
 
@@ -89,9 +92,12 @@ def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
 def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[TierPools, list[int]] | None:
-    """Slots for every expert in one of two versions, as many high as fit: n_l = spare bytes /
-    (high - low), the same in every layer, at most most_high; None where that takes more than
-    the budget even with one high expert of each slot size."""
+    """Return slots for every expert in one of two tiers, and the number of high experts of each
+    layer.
+
+    n_l = spare bytes / (high - low) in every layer, at most most_high. Returns None if not even one
+    high expert of each slot size fits the budget.
+    """
     full = shape.n_expert if most_high is None else min(shape.n_expert, most_high)
     least, sizes = fewest_high(shape, full), slot_sizes(shape)
     spare = budget_bytes - resident_pools(shape, least).plan().total_bytes
@@ -104,8 +110,8 @@ def resident_plan(
 
 
 def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
-    """The first MAX_QUEUE of each low pool, whose slots in reserve its swaps go through: so a pool
-    that moves slowly leaves places to the others. low_pool_of: of each layer, its low pool."""
+    """Return the first MAX_QUEUE swaps of each low pool, so that a slow pool leaves places to the
+    others. low_pool_of: the low pool of each layer, whose reserve slots the swaps need."""
     listed = Counter[int]()
     kept = []
     for swap in swaps:
@@ -119,12 +125,12 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Slots for some copies of each layer: (plan, experts high in every layer, low copies of each
-    layer). Where the budget is too small these are the fewest.
+    """Return slots for a part of the experts: (plan, high experts per layer, low copies of each
+    layer). If the budget is too small, these are the minimum.
 
-    Of what low copies of one token's experts leave, CACHED_HIGH is for high copies, for most_high
-    experts at most. Where it is too little for one of them in every layer, there are only those
-    that the store wants: one high slot of each size, that nobody asks for.
+    Low copies of one token's experts come first. The share CACHED_HIGH of the rest is for high
+    copies, of at most most_high experts per layer. If that is less than one high copy per layer,
+    there are no high experts, only the one high slot of each size that the store requires.
     """
     layers = range(shape.n_layers)
     low_bytes = [shape.expert_slot_bytes(layer, LOW) for layer in layers]
@@ -146,18 +152,18 @@ def cache_plan(
 
 
 def as_range(counts: np.ndarray) -> str:
-    """The fewest and the most, as text."""
+    """Return the minimum and the maximum as text."""
     fewest, most = int(counts.min()), int(counts.max())
     return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
 @dataclass(frozen=True)
 class DynaExqSettings(Intervals):
-    """What a user can tune."""
+    """Settings of the policy dynaexq."""
 
     rank_slack: int = setting(
         0,
-        "How many ranks below the hot set an expert may fall before it is replaced.",
+        "How many ranks an expert may fall below the hot set before it is replaced.",
         within=(0, 65535),
     )
     hot_experts: int | None = again(Shared, "hot_experts")
@@ -165,8 +171,8 @@ class DynaExqSettings(Intervals):
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """The tier above the low one that was named, else above the best one whose copies all
-        fit; else above the lowest."""
+        """Return the tier above the named low tier; otherwise above the best tier in which all low
+        copies fit; otherwise the last but one."""
         if len(offer.tiers) < 2:
             return offer.tiers[0]
         if offer.low is not None:
@@ -175,8 +181,8 @@ class _TwoTiers(Precisions):
         return next((high for high, low in pairs if _fit(offer, high, low)), pairs[-1][0])
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """The low one that was named, else the best one below the high one whose copies all fit,
-        else the lowest."""
+        """Return the named low tier; otherwise the best tier below the high one in which all low
+        copies fit; otherwise the lowest."""
         below = offer.tiers[high + 1 :]
         if offer.low is not None or not below:
             return offer.low
@@ -184,20 +190,20 @@ class _TwoTiers(Precisions):
 
 
 def _fit(offer: TierOffer, high: FileTier, low: FileTier) -> bool:
-    """Whether every expert fits in one of these two."""
+    """Whether every expert fits in one of these two tiers."""
     return resident_plan(offer.shape(high, low), offer.budget_bytes, None) is not None
 
 
 def hottest_first(scores: np.ndarray) -> np.ndarray:
-    """The experts of each layer, [n_layers, n_expert]; of equals the first one first."""
+    """Return the experts of each layer by falling score, [n_layers, n_expert]; ties by index."""
     return np.argsort(-scores, axis=1, kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """pools: of all experts; None where low copies of all do not fit, so that they are cached.
-    capacity: n_l; cached: low slots of each layer while caching, int [n_layers] each. hotness: how
-    much each expert is used, by earlier runs."""
+    """pools: slots of all experts; None if not all low copies fit, so that experts are cached.
+    capacity: n_l. cached: low slots of each layer while caching. Both are int [n_layers]. hotness:
+    usage in earlier runs."""
 
     pools: TierPools | None
     capacity: np.ndarray
@@ -209,15 +215,15 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """The hot set high, the others low: a token uses the hot ones more than their number
-        says."""
+        """The hot set is high, and the others are low. Hot experts have more than a proportional
+        share of uses."""
         rank = np.argsort(hottest_first(uses), axis=1, kind="stable")
         hot = rank < self.capacity[:, None]
         return np.stack([hot, ~hot], axis=2).astype(np.float64)
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Each expert in one version, the n_l hottest high (the first ones without a hotness);
-        while caching, as many low copies as fit."""
+        """Return a transition of each expert to its tier, the n_l hottest high (the first n_l
+        without a hotness). While caching, only as many low copies as fit."""
         known = self.hotness if hotness is None else hotness
         if known is None:
             known = np.zeros((self.shape.n_layers, self.shape.n_expert))
@@ -245,26 +251,27 @@ class DynaExqPlacement(Placement):
 
 
 class DynaExq(Learning):
-    """n_l experts of each layer in tier 0, the others in tier 1, all of them in memory.
+    """Keep n_l experts of each layer in tier 0 and the others in tier 1, all of them resident.
 
-    At each update `Hotness` has a new score S of each expert, the share of tokens that use it.
+    Each update computes a new score S of each expert (see `Learning`), the share of tokens that use
+    it.
 
-    An expert outside the hot set replaces one inside where it is among the n_l hottest, the other
+    An expert outside the hot set replaces one inside if it is among the n_l hottest, the other one
     is not among the n_l + rank_slack hottest, and S differs by more than hysteresis times the
-    layer's mean S: both forms of hysteresis. The slack is 0 unless asked for: it keeps an expert
-    that nobody uses any more, as long as the others outside are used even less.
+    layer's mean S. The slack is 0 by default, because it keeps an unused expert in the hot set as
+    long as the experts outside are used even less.
 
-    Where the low copies alone do not fit, they are cached instead (`caching`): per layer, the
-    least recently used goes first, and tokens wait for what is missing. A part of the slots is
-    for high copies of the hot set even then, which are loaded when a token asks for them.
+    If the low copies alone do not fit, they are cached instead (`caching`): each layer evicts the
+    least recently used copy, and tokens wait for misses. A part of the slots still holds high
+    copies of the hot set, which are loaded on demand.
     """
 
     about = About(
         name="dynaexq",
         summary=(
-            "Every expert is in memory, in one of two precisions: high the ones that are used "
-            "most, as many as the budget has room for, and low the others. They are exchanged in "
-            "the background, and no token waits for it."
+            "Every expert is resident in one of two precisions: the most used experts high, as "
+            "many as fit the budget, and the others low. Experts are exchanged in the background, "
+            "and no token waits for it."
         ),
         Settings=DynaExqSettings,
         reason="fills the budget with high copies",
@@ -283,8 +290,8 @@ class DynaExq(Learning):
         budget_bytes: int,
         history: History,
     ) -> DynaExqPlacement:
-        """Every expert low, and n_l = spare bytes / (high - low) of each layer high instead;
-        where that does not fit, slots for some copies of each layer."""
+        """Place every expert low, and n_l = spare bytes / (high - low) of each layer high instead.
+        If that does not fit, return slots for a part of the experts."""
         resident = resident_plan(shape, budget_bytes, settings.hot_experts)
         if resident is not None:
             pools, n_high = resident
@@ -293,7 +300,7 @@ class DynaExq(Learning):
             pools = None
             slots, every, n_low = cache_plan(shape, budget_bytes, settings.hot_experts)
             capacity, cached = np.full(shape.n_layers, every), np.array(n_low)
-        # The store needs no answer where all experts are in memory, or where only low copies are.
+        # The store needs no decisions if every expert is resident, or if there are only low copies.
         asked = resident is None and capacity.any()
         wants = replace(
             wants_to_learn(cls.about.wants, settings),
@@ -327,11 +334,11 @@ class DynaExq(Learning):
         return self.placement.first(self._scores)
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """While caching: the hot set high, the others low."""
+        """While caching, request the hot set high and the others low."""
         out.tier_array[:] = np.where(self._hot[event.layer], HIGH, LOW)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Learn from the step's counts; return the transitions to start now."""
+        """Count the step, and return the transitions to start now."""
         moves = self._learn(report)
         self._choose_reports()
         return moves
@@ -351,8 +358,8 @@ class DynaExq(Learning):
         return moves
 
     def _update(self, hot: np.ndarray) -> None:
-        """The end of an interval: the list of swaps that the new scores ask for. hot bool [L, E]:
-        high, or on the way there."""
+        """End an interval: make the list of swaps for the new scores. hot: bool [n_layers,
+        n_expert], experts that are high or moving there."""
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
                 self._hot[swap.layer, swap.up] = True
@@ -368,8 +375,9 @@ class DynaExq(Learning):
         self._queue = self._swaps(hot, busy)
 
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
-        """The changes of the hot sets: into free places, then the largest gain first. hot and busy
-        bool [L, E]: in the hot set when all that is under way is done; under way."""
+        """Return the changes of the hot sets: first into free places, then by falling gain. hot,
+        busy: bool [n_layers, n_expert], experts in the hot set after all current swaps, and experts
+        that are moving."""
         scores, n = self._scores, self.capacity[:, None]
         settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
@@ -399,9 +407,12 @@ class DynaExq(Learning):
         return swaps if self._pools is None else _shortlist(swaps, self._pools.pool_of[:, LOW])
 
     def _advance(self, tiers: np.ndarray, tracker: Tracker) -> list[Transition]:
-        """The next half of each swap under way, then new ones as far as slots are free:
-        demotions come first, since they free the high slots. A swap whose pool is full waits in
-        the queue, and those behind it go on. tiers [L, E]: of each expert, or MOVING."""
+        """Return the next half of each running swap, then new swaps for which slots are free.
+
+        Demotions come first, because they free high slots. A swap whose pool is full waits in the
+        queue, and later swaps continue. tiers: the tier of each expert, or MOVING, [n_layers,
+        n_expert].
+        """
         moves: list[Transition] = []
         self._active = [swap for swap in self._active if self._go_on(swap, tiers, tracker, moves)]
         waiting: list[Swap] = []
@@ -428,7 +439,8 @@ class DynaExq(Learning):
         tracker: Tracker,
         moves: list[Transition],
     ) -> bool:
-        """False when the swap is over: done, or given up because the store could not."""
+        """Continue a swap. Returns False when it is done, or given up because the store could not
+        move the expert."""
         tier = tiers[swap.layer, swap.moving]
         if tier == MOVING:
             return True
@@ -445,8 +457,8 @@ class DynaExq(Learning):
         return True
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: updates of the hotness, experts promoted and demoted, swaps
-        given up and waiting; high_per_layer is n_l, the fewest and the most."""
+        """Figures since the runtime started: updates of the hotness; experts promoted and demoted;
+        swaps given up and waiting; high_per_layer, the minimum and maximum of n_l."""
         high = [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)
         return {

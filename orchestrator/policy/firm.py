@@ -1,21 +1,20 @@
-"""FIRM-MoE: what earlier layers predict is loaded ahead, and how much of it is tuned.
+"""FIRM-MoE: prefetches the experts that earlier layers predict, and tunes how many.
 
-Meeting of Layers (eq. 4 to 6): several layers vote on what a layer will need. A vote is what one
-earlier layer m predicts of layer l: TopKIndices(x_m W_g of l, k), eq. 4 and 5, which the model's
-graph computes and a route event carries, best first. The votes on a layer stand nearest layer
-first. They are complete at layer l-1 and never before, so that more votes choose better but earn no
-time.
+Meeting of Layers (eq. 4 to 6): several layers vote on the experts that a layer will need. The vote
+of an earlier layer m on layer l is TopKIndices(x_m W_g of l, k), eq. 4 and 5. The model's graph
+computes it, and a route event carries it, best first. The votes on a layer are ordered nearest
+layer first. They are complete only at layer l-1, so more votes choose better but gain no time.
 
-Hierarchical Expert Optimization and Pre-fetching (eq. 9 to 11, Algorithm 1): how many candidates K
-and layers P vote in each group of layers. Latency T of eq. 9 is never measured; the loss of eq. 11
-stands for it:
+Hierarchical Expert Optimization and Pre-fetching (eq. 9 to 11, Algorithm 1) chooses K, the number
+of candidates, and P, the number of voting layers, for each group of layers. The latency T of eq. 9
+is not measured; the loss of eq. 11 replaces it:
 
     L = waste_weight * n_unused + miss_weight * (n_miss - n_hit)
 
-n_unused: experts that were read ahead and are not used. n_miss: experts in use that were not
-expected, n_hit those of them that are in memory, so that the difference is what is read on demand.
-What is loaded ahead are the first n matrices of an expert, each of them is in memory or not, and
-each counts as 1/n. The others are read on demand whatever K and P are, and do not count.
+n_unused: prefetched experts that are not used. n_miss: used experts that were not expected. n_hit:
+those of n_miss that are resident, so that the difference is what is read on demand. Only the first
+n matrices of an expert are prefetched. Each of them counts as 1/n, separately. The other matrices
+are read on demand whatever K and P are, and do not count.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ from orchestrator.policy.base import (
 )
 from orchestrator.settings import setting
 
-# How the votes of layers come to one set, and how K and P are found.
+# Methods that combine the votes of layers, and methods that find K and P.
 AGREE_WAYS = MOL, RANK, MARGIN = ("mol", "rank", "margin")
 CLIMB, ALL = "climb", "all"
 TUNE_WAYS = (CLIMB, ALL, OFF)
 GROUPS = ("shallow", "middle", "deep")
 
 Votes = tuple[int, int]  # K, P
-# (experts as bits, n): n of the matrices that are loaded ahead are absent of just these.
+# (bit mask of experts, n): exactly these experts lack n of the prefetched matrices.
 Absent = Sequence[tuple[int, int]]
 
 
 def mask_of(experts: Iterable[int]) -> int:
-    """The bits of these experts."""
+    """Return a bit mask with one bit for each expert."""
     mask = 0
     for expert in experts:
         mask |= 1 << expert
@@ -66,7 +65,7 @@ def mask_of(experts: Iterable[int]) -> int:
 
 
 def depth_of(way: str, n_ahead: int) -> int:
-    """How many layers a way to agree can use of those that look ahead."""
+    """Return how many of n_ahead look-ahead layers a voting method can use."""
     return n_ahead if way == MOL else min(1, n_ahead)
 
 
@@ -77,13 +76,13 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """The experts S_l that are expected in a layer, in the order of the nearest layer.
+    """Return the experts S_l that are expected in a layer, in the order of the nearest layer's vote.
 
-    mol, eq. 6: those among the first K candidates of each of the nearest P layers, or of as many
-    as there are. rank: the first K of the nearest layer. margin: those of the nearest layer whose
-    score is high enough; scores [k] are its own, best first. With K = k that is the score of the
-    last one, so that all of them count. Each candidate less asks for half an octave more, so that a
-    layer that is sure of more experts takes more of them.
+    mol (eq. 6): experts among the first K candidates of each of the nearest P layers, or of fewer
+    if fewer voted. rank: the first K of the nearest layer. margin: experts of the nearest layer
+    whose score is high enough; scores [k] are its scores, best first. With K = k the threshold is
+    the last score, so all count. Each candidate less raises the threshold by half an octave, so a
+    layer that is sure of more experts gets more of them.
     """
     if not votes:
         return []
@@ -103,7 +102,7 @@ def agreed(
 def every_set(
     way: str, votes: Sequence[Sequence[int]], depth: int, scores: Sequence[float] = ()
 ) -> list[list[int]]:
-    """agreed() for every (K, P), as bits: [P - 1][K - 1], P up to depth."""
+    """Return agreed() for every (K, P) as bit masks, [P - 1][K - 1], with P up to depth."""
     numbers = range(1, len(votes[0]) + 1)
     return [
         [mask_of(agreed(way, votes, k, p, scores)) for k in numbers] for p in range(1, depth + 1)
@@ -111,9 +110,12 @@ def every_set(
 
 
 def group_of(n_layers: int) -> list[int]:
-    """The index in GROUPS of each layer. Of sixteen layers five are shallow and four deep, as in
-    Figure 6, of others as large a part; at least one each of those that can be predicted, which
-    is all but the first."""
+    """Return the index in GROUPS of each layer.
+
+    Of sixteen layers five are shallow and four deep, as in Figure 6; other models are divided in
+    proportion. Each group has at least one layer of those that can be predicted, which are all but
+    the first.
+    """
     shallow = max(2, int(5 * n_layers / 16 + 0.5))
     deep = max(1, int(4 * n_layers / 16 + 0.5))
     first_deep = max(shallow, n_layers - deep)
@@ -121,15 +123,16 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """missing: of each expert, the bits of its matrices that are not in memory; kinds: the bits of
-    those that are loaded ahead. Matrices that are absent of the same experts are one entry."""
+    """Return the absent matrices as (bit mask of experts, number of matrices) pairs; matrices with
+    the same absent experts share a pair. missing: bits of absent matrices by expert. kinds: the
+    bits of the prefetched matrices."""
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """(n_unused, n_miss - n_hit) of eq. 11 in matrices, of sets as bits. Only what is absent is
-    read ahead, or on demand."""
+    """Return (n_unused, n_miss - n_hit) of eq. 11 in matrices. expected, used: bit masks of
+    experts. Resident matrices count in neither, because they are not read."""
     unused = missed = 0
     for gone, n in absent:
         unused += n * (expected & gone & ~used).bit_count()
@@ -138,38 +141,38 @@ def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, in
 
 
 def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
-    """The (K, P) of the least loss among some; of equals that with the fewest layers, then
+    """Return the (K, P) with the least loss among pairs; ties go to fewer layers, then fewer
     candidates. means: [P - 1][K - 1]."""
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
 class Weights(NamedTuple):
-    """alpha and beta of eq. 11. matrices: how many of an expert are loaded ahead."""
+    """alpha and beta of eq. 11. matrices: how many matrices of an expert are prefetched."""
 
     waste: float
     miss: float
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """The mean loss of eq. 11, of sums [..., 2] of n pairs as of unused_and_missed; 0 of
-        nothing."""
+        """Return the mean loss of eq. 11 for sums [..., 2] over n results of unused_and_missed; 0
+        if n is 0."""
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
 
 
 @dataclass
 class Climb:
-    """Algorithm 1 for one group, with what it leaves open or gets wrong put right.
+    """Hill climbing by Algorithm 1 for one group, with its gaps filled and its errors corrected.
 
-    It starts with all of k candidates and the deepest vote, on the axis of P downwards, where the
-    loss is smooth. At each update it goes one step on if the mean loss is lower there, and stays
-    otherwise. Both are counted on the same tokens, all since the start: as printed, intervals that
-    follow each other are compared, and their noise is larger than the difference of neighbours.
-    After `patience` updates without a step it turns round; after two turns it changes the axis, so
-    that the plane is explored in both directions (as printed, K or P only ever grow while the other
-    one falls). A step beyond 1 .. k or 1 .. depth is a turn.
+    It starts with all k candidates and the deepest vote, and decreases P first, where the loss is
+    smooth. At each update it moves one step if the mean loss there is lower, and stays otherwise.
+    Both losses are counted on the same tokens, all since the start. The paper compares successive
+    intervals, whose noise is larger than the difference between neighbours. After `patience`
+    updates without a step the search reverses its direction, and after two reversals it changes the
+    axis, so it explores the plane in both directions. In the paper's form, K or P only grows while
+    the other one falls. A step outside 1 .. k or 1 .. depth is a reversal.
 
-    seen: the pairs that it stood on or compared its own with, among which the last step chooses.
+    seen: the pairs that the search visited or compared; the final step chooses among them.
     """
 
     k: int
@@ -187,9 +190,10 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """An interval has passed. means [P - 1][K - 1]: of the loss, since the start."""
+        """End an interval and move if the neighbour is better. means: mean losses since the start,
+        [P - 1][K - 1]."""
         ahead = self._ahead()
-        for _ in range(3):  # the other three directions, where this one is at its end
+        for _ in range(3):  # try the other three directions at a border
             if ahead is None:
                 self._turn()
                 ahead = self._ahead()
@@ -204,11 +208,11 @@ class Climb:
             self._turn()
 
     def end(self, means: Sequence[Sequence[float]]) -> None:
-        """The last step of Algorithm 1: of the pairs that were seen, that of the least loss."""
+        """Choose the pair with the least loss among those seen: the last step of Algorithm 1."""
         self.at = least(means, self.seen)
 
     def _ahead(self) -> Votes | None:
-        """The next step, where there is one."""
+        """Return the next pair in the current direction, or None at the border."""
         at = [*self.at]
         at[self.axis] += self.delta
         k, p = at
@@ -224,8 +228,11 @@ class Climb:
 
 
 class Tuner:
-    """(K, P) of each group, and how they come about. tuned: they change no more. every: of so
-    many tokens one is counted. until: the token after which they stay."""
+    """Chooses (K, P) for each group of layers.
+
+    tuned: the choice is final. every: one token in this many is counted. until: the number of
+    tokens after which the choice is final.
+    """
 
     every = 4
 
@@ -239,8 +246,8 @@ class Tuner:
         patience: int,
         tokens: int,
     ) -> None:
-        """groups: of group_of. steps: tokens between two updates; tokens: until the best is
-        chosen and fixed. start: the most candidates and layers, and what runs at first."""
+        """groups: result of group_of. start: the maximum of candidates and layers, used at first.
+        steps: tokens between two updates. tokens: tokens until the best pair is fixed."""
         self.way = way
         self.groups = groups
         self.chosen = [start] * len(GROUPS)
@@ -250,49 +257,52 @@ class Tuner:
         k, depth = start
         self._weights = weights
         self._pairs = [*product(range(1, k + 1), range(1, depth + 1))]
-        # Sums of unused_and_missed: what ran, and of every (K, P), by group.
+        # Sums of unused_and_missed by group: of the active pair, and of every (K, P).
         self._ran = np.zeros((len(GROUPS), 2), np.int64)
         self._sums = np.zeros((len(GROUPS), depth, k, 2), np.int64)
         self._n_ran, self._n = Counter[int](), Counter[int]()
         self._climbs = [
-            # No layer of a group has more voters than its last one.
+            # The last layer of a group has the most voters.
             Climb(k, min(depth, self._last(group)), patience)
             for group in range(len(GROUPS))
         ]
 
     def of(self, layer: int) -> Votes:
-        """(K, P) of a layer."""
+        """Return (K, P) of a layer."""
         return self.chosen[self.groups[layer]]
 
     @property
     def counts(self) -> bool:
-        """Whether what this token expected is compared with what it used: of one in `every`, so
-        that a decision stays short."""
+        """Whether predictions of this token are compared with its use. Only one token in `every` is
+        counted, to keep decisions short."""
         return self.tokens % self.every == 0
 
     def count(
         self, layer: int, sets: Sequence[Sequence[int]], used: Sequence[int], absent: Absent
     ) -> None:
-        """Counts every (K, P) on one layer of one token: predictions are ranked, so that each one's
-        set is known without running it. So the search is exhaustive, and noise is the same for all.
-        sets of every_set, the others as in unused_and_missed."""
+        """Count every (K, P) on one layer of one token.
+
+        Predictions are ranked, so the set of each pair is known without running it. The search is
+        therefore exhaustive, with the same noise for all pairs. sets: result of every_set; the
+        other arguments are those of unused_and_missed.
+        """
         group, bits = self.groups[layer], mask_of(used)
         self._sums[group] += [[unused_and_missed(one, bits, absent) for one in row] for row in sets]
         self._n[group] += 1
 
     def means(self, group: int) -> list[list[float]]:
-        """Mean loss a layer and token of every (K, P), [P - 1][K - 1]."""
+        """Return the mean loss per layer and token of every (K, P), [P - 1][K - 1]."""
         found: list[list[float]] = self._weights.mean(self._sums[group], self._n[group])
         return found
 
     def observe(self, layer: int, unused: int, missed: int) -> None:
-        """What the running (K, P) came to in a layer, as in unused_and_missed."""
+        """Add the result of unused_and_missed of the active (K, P) in a layer."""
         group = self.groups[layer]
         self._ran[group] += unused, missed
         self._n_ran[group] += 1
 
     def token(self) -> None:
-        """A token has passed through all layers."""
+        """End a token after its last layer, and update the choice if an interval ended."""
         self.tokens += 1
         if self.tuned or (self.tokens % self._steps and self.tokens < self.until):
             return
@@ -306,29 +316,29 @@ class Tuner:
                 self.chosen[group] = climb.at
 
     def by_group(self) -> dict[str, Votes]:
-        """(K, P) of the groups that have a layer which can be predicted."""
+        """Return (K, P) of each group that has a predictable layer."""
         return {GROUPS[group]: self.chosen[group] for group in self._used()}
 
     def losses(self) -> dict[str, float | None]:
-        """Mean loss a layer and token of what ran, by group."""
+        """Return the mean loss per layer and token of the active pairs, by group."""
         ran = {group: self._weights.mean(self._ran[group], n) for group, n in self._n_ran.items()}
         return {GROUPS[group]: ran.get(group) for group in self._used()}
 
     def _last(self, group: int) -> int:
-        """The deepest layer of a group, 1 at least."""
+        """Return the deepest layer of a group, at least 1."""
         return max((i for i, each in enumerate(self.groups) if each == group), default=1) or 1
 
     def _used(self) -> list[int]:
         return sorted(set(self.groups[1:]))
 
 
-# Settings that say which votes count. The last three are dropped of a recorded run where a change
-# touches any of these: they were made for its own votes.
+# Settings of the voting. If a change of a recorded run touches any of them, the last three are
+# dropped, because they were made for the recorded voting.
 _VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
 
 
 def read_votes(text: str) -> list[Votes]:
-    """(K, P) of each group of layers from "4,1", for all of them, or "4,1/8,3/8,3". Raises
+    """Return (K, P) of each group from text such as "4,1", for all groups, or "4,1/8,3/8,3". Raises
     ValueError."""
     pairs = [tuple(int(part) for part in pair.split(",")) for pair in text.split("/")]
     if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
@@ -338,32 +348,32 @@ def read_votes(text: str) -> list[Votes]:
 
 @dataclass(frozen=True)
 class FIRMSettings(LookAhead):
-    """What a user can tune. Raises SettingError."""
+    """Settings of the policy firm. Raises SettingError for inconsistent settings."""
 
     prefetch_kinds: int = setting(
         3,
-        "How many matrices of an expert are loaded ahead, in the order of computing: its gate; "
-        "its gate and up; all of it.",
+        "How many matrices of an expert are prefetched, in the order of computing: gate; gate and "
+        "up; all.",
         within=(1, 3),
     )
     agree: str = setting(
         RANK,
-        "Which experts are expected: rank, the first K that the layer before predicts; mol, the "
-        "paper's, those among the first K of each of P layers; margin, those that the layer before "
-        "ranks far enough above its last one.",
+        "Which experts are expected: rank, the first K that the previous layer predicts; mol, as "
+        "in the paper, those among the first K of each of P layers; margin, those that the "
+        "previous layer scores far enough above its last candidate.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K,P: the candidates of a vote and the layers that vote, of which only mol has several; "
+        "K,P: candidates of a vote, and layers that vote (more than one only with mol); "
         "K,P/K,P/K,P for shallow, middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How K and P are found: climb, the paper's hill climbing; all, every pair counted on the "
+        "How K and P are found: climb, the paper's hill climbing; all, counting every pair on the "
         "same tokens; off.",
         metavar="HOW",
         choices=TUNE_WAYS,
@@ -371,18 +381,20 @@ class FIRMSettings(LookAhead):
     )
     tune_steps: int = setting(32, "Decode steps between two changes of K and P.", within=(1, 2**24))
     tune_patience: int = setting(
-        2, "Changes without gain, after which climb turns round.", within=(1, 2**16)
+        2, "Updates without gain after which climb reverses its direction.", within=(1, 2**16)
     )
-    tune_tokens: int = setting(512, "Decode steps after which K and P stay.", within=(1, 2**24))
+    tune_tokens: int = setting(
+        512, "Decode steps after which K and P are fixed.", within=(1, 2**24)
+    )
     waste_weight: float = setting(
-        0.5, "Loss of an expert that is loaded ahead for nothing.", within=(0.0, 1e6)
+        0.5, "Loss of an expert that is prefetched but not used.", within=(0.0, 1e6)
     )
     miss_weight: float = setting(
         0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6)
     )
 
     def __post_init__(self) -> None:
-        """Refuses what would have no effect."""
+        """Refuse settings that would have no effect."""
         super().__post_init__()
 
         def refuse(wrong: bool, name: str, complaint: str) -> None:
@@ -424,23 +436,23 @@ class FIRMSettings(LookAhead):
 
     @property
     def deepest(self) -> int | None:
-        """How many layers vote at most; None where that is tuned. Raises ValueError for votes that
-        cannot be read."""
+        """The maximum number of voting layers; None if it is tuned. Raises ValueError for votes
+        that cannot be parsed."""
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
     @property
     def way(self) -> str:
-        """How K and P are found."""
+        """The method that finds K and P."""
         return self.tune or (ALL if self.votes is None else OFF)
 
     @property
     def usual_ahead(self) -> int:
-        """As many as vote, or as the paper's, where they all may."""
+        """The number of voting layers, or the paper's number if it is tuned."""
         return self.deepest or depth_of(self.agree, 3)
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Votes that were asked for need their layers; those of a recorded run that did not look
-        ahead decided nothing."""
+        """Limit the look-ahead to `depth` layers. Raises ConfigError if votes in `asked` need more
+        layers; recorded votes that need more are dropped, because they had no effect."""
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
         if "votes" in asked:
@@ -452,8 +464,8 @@ class FIRMSettings(LookAhead):
 
     @classmethod
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
-        """What says which votes count belongs together: where a change concerns it, only the way to
-        agree stays as recorded."""
+        """Apply changes to recorded settings. If a change concerns the voting, only the voting
+        method is kept from the recorded voting settings."""
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
         return cls.of({**recorded, **changes})
@@ -461,9 +473,9 @@ class FIRMSettings(LookAhead):
 
 _DECODE = int(Phase.DECODE)
 
-# With more tokens in a step, together they are predicted to need nearly all experts of a layer.
+# With more tokens in a step, nearly all experts of a layer are predicted, and prefetching is off.
 _MOST_TOKENS = 8
-# What an earlier run tuned is used where the number of slots differs by at most this share, and
+# Tuned votes of an earlier run are used if the number of slots differs by at most this share and
 # these settings have the same values.
 _SAME_SLOTS = 0.1
 _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight")
@@ -471,7 +483,7 @@ _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight
 
 @dataclass(frozen=True)
 class FIRMPlacement(Placement):
-    """room: of each layer, its slots in each tier."""
+    """room: the number of slots of each layer in each tier."""
 
     room: Sequence[Sequence[int]]
 
@@ -482,7 +494,7 @@ class FIRMPlacement(Placement):
 
     @property
     def text(self) -> str:
-        """With the votes that it begins with."""
+        """A phrase for the status line with the initial votes."""
         n_ahead = self.wants.n_ahead
         if not n_ahead:
             return f"firm {self.shape.tiers[0]}, one precision"
@@ -493,7 +505,7 @@ class FIRMPlacement(Placement):
         return self.voting(chosen[group] for group in groups)
 
     def voting(self, votes: Iterable[Votes]) -> str:
-        """The phrase with the votes of the groups of layers."""
+        """Return the phrase for the status line with these votes of the layer groups."""
         pairs = " ".join(f"{k},{p}" for k, p in dict.fromkeys(votes))
         asked = self.settings
         text = f"firm {self.shape.tiers[0]}, one precision, n={asked.prefetch_kinds}"
@@ -501,25 +513,28 @@ class FIRMPlacement(Placement):
 
 
 class FIRM(Policy):
-    """One precision, in slots per layer. While decoding, what the layers before predict decides
-    which experts are expected in the next one (eq. 4 to 6), and the first matrices of those are
-    loaded ahead: all gates, then all ups. How many candidates and layers vote is tuned for shallow,
-    middle and deep layers (eq. 9 to 11, Algorithm 1). Of several sequences that decode together,
-    whatever any of their tokens expects is loaded. Prompts are as DyMoE's with one precision.
+    """One precision, with slots per layer and prefetching by votes.
 
-    Ours by default, and measured to be as fast or faster: the layer before alone predicts (rank),
-    whole experts are loaded, and every (K, P) is counted. The paper's form is an option each: the
-    votes of several layers (mol), the gate or the gate and up alone, and hill climbing.
+    In decode, the predictions of earlier layers decide which experts are expected in the next layer
+    (eq. 4 to 6). Their first matrices are prefetched: all gates, then all ups. The numbers of
+    candidates and voting layers are tuned for shallow, middle and deep layers (eq. 9 to 11,
+    Algorithm 1). With several sequences, the experts expected by any token are prefetched. Prompts
+    are handled as in DyMoE with one precision.
 
-    tuner: what finds K and P.
+    The defaults differ from the paper and were measured to be as fast or faster: only the previous
+    layer predicts (rank), whole experts are prefetched, and every (K, P) is counted. The paper's
+    forms are options: votes of several layers (mol), only the gate or gate and up, and hill
+    climbing.
+
+    tuner: chooses K and P.
     """
 
     about = About(
         name="firm",
         summary=(
-            "One precision, lossless. The experts that a layer predicts for the next one are "
-            "loaded ahead, and how many of them is tuned while it runs. The paper's form, gates "
-            "alone and a vote of several layers, is an option."
+            "One precision, lossless. Prefetches the experts that a layer predicts for the next "
+            "one, and tunes how many at run time. The paper's form, with gates alone and votes of "
+            "several layers, is an option."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",
@@ -538,8 +553,8 @@ class FIRM(Policy):
         budget_bytes: int,
         history: History,
     ) -> FIRMPlacement:
-        """One group per (layer, kind), as many slots in each layer. Raises PolicyError for more
-        candidates than the model's routers choose."""
+        """Give each layer the same number of slots, in one slot group per (layer, kind). Raises
+        PolicyError if votes have more candidates than the model's routers choose."""
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
@@ -558,7 +573,7 @@ class FIRM(Policy):
 
     def _set_up(self) -> None:
         shape, asked = self.shape, self.settings
-        # The matrices that are loaded ahead in each layer, as bits, in this order.
+        # The prefetched matrices of each layer, as bits, in order.
         self._kinds = [
             [1 << kind for kind in COMPUTE_ORDER if kind in slots][: asked.prefetch_kinds]
             for slots, *_ in shape.slots
@@ -567,7 +582,7 @@ class FIRM(Policy):
         self._step = -1
         self._counts = True  # whether this token is counted
         self._ballots: list[list[list[list[int]]]] = []  # [layer][nearest first][token][k]
-        # The next layer, the experts expected in it, and what is missing of each predicted expert.
+        # The next layer, its expected experts, and the missing matrices of each predicted expert.
         self._expected: tuple[int, list[int], dict[int, int]] = (-1, [], {})
         self._every: list[list[int]] = []
         n_ahead, n_layers = self.wants.n_ahead, shape.n_layers
@@ -585,7 +600,7 @@ class FIRM(Policy):
             self.tuner.chosen, self.tuner.tuned = read_votes(asked.votes), True
 
     def learned(self) -> Learned:
-        """What this run tuned, once it is fixed: votes, and what they were tuned for."""
+        """Return the tuned votes and the settings that they were tuned for, once they are fixed."""
         asked, tuner = self.settings, self.tuner
         if not (tuner.tuned and tuner.tokens and self.wants.n_ahead) or asked.way == OFF:
             return Learned()
@@ -607,7 +622,7 @@ class FIRM(Policy):
         if event.n_ahead and event.n_tokens <= _MOST_TOKENS and self._ahead.on:
             layer = event.layer + 1
             if one and not self._counts and self.settings.agree == RANK:
-                # The same as _agree, but faster: most tokens wait for this branch.
+                # The same result as _agree, but faster: most tokens take this branch.
                 expected = event.ahead_ids[0].tolist()[: self.tuner.of(layer)[0]]
             else:
                 for ahead, votes in enumerate(event.ahead_ids_array.tolist()):
@@ -616,10 +631,10 @@ class FIRM(Policy):
             self._ask(event, expected, view, out)
 
     def _agree(self, event: RouteEvent, one: bool) -> list[int]:
-        """S of the next layer: eq. 6 for each token, and what any of them expects."""
+        """Return S of the next layer: eq. 6 for each token, and the union over tokens."""
         layer, way, tuner = event.layer + 1, self.settings.agree, self.tuner
         candidates, layers = tuner.of(layer)
-        # A step's last layer computes fewer tokens than those before, whose votes do not fit then.
+        # The last layer computes fewer tokens; votes with another number of tokens do not match.
         ballots = [each for each in self._ballots[layer] if len(each) == event.n_tokens]
         expected: list[int] = []
         for token in range(event.n_tokens):
@@ -634,7 +649,7 @@ class FIRM(Policy):
     def _ask(
         self, event: RouteEvent, expected: list[int], view: StoreView, out: DecisionBuffer
     ) -> None:
-        """Asks for the first matrices of all of them, then for the second ones."""
+        """Prefetch the first matrix of every expected expert, then the second ones, and so on."""
         layer = event.layer + 1
         kinds = self._kinds[layer]
         whole = len(kinds) == len(self.shape.slots[layer][0])
@@ -644,13 +659,14 @@ class FIRM(Policy):
             return
         self._ahead.score.expect(layer, expected)
         if event.n_tokens == 1:
-            # Whatever the way to agree, it chooses among these.
+            # Every voting method chooses among the predicted experts.
             missing, predicted = view.missing[layer], event.ahead_ids[0].tolist()
             self._expected = (layer, expected, {each: missing[each] for each in predicted})
 
     def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
-        """Compares what was expected of a layer with what one token uses there. What was predicted
-        counts as it was in memory then, since it may have been loaded ahead; the rest as it is."""
+        """Compare the expected experts of a layer with those that one token uses. Predicted experts
+        count as they were when predicted, because they may have been prefetched since; other
+        experts count as they are now."""
         self._ahead.score.observe(layer, used)
         (expected_layer, expected, missing), every = self._expected, self._every
         self._every = []
@@ -664,16 +680,19 @@ class FIRM(Policy):
             self.tuner.count(layer, every, used, absent)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """The tuning and the monitor learn from decode steps of one token."""
+        """Tune and score from decode steps with one token."""
         if report.phase == _DECODE and report.n_tokens == 1 and self._ahead.on:
             self.tuner.token()
         self._ahead.step_done(report)
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """As Prefetching.report, of the tokens that are counted: recall is eq. 7, precision eq. 8.
-        size: the mean of |S| by layer, without which the two say nothing. By group of layers:
-        votes, [K, P]; loss, the mean of eq. 11. tuned: whether they are fixed."""
+        """Return the report of Prefetching for counted tokens, with recall (eq. 7) and precision
+        (eq. 8), and further figures.
+
+        size: the mean of |S| by layer, without which recall and precision mean little. By group of
+        layers: votes, [K, P]; loss, the mean of eq. 11. tuned: whether the votes are fixed.
+        """
         return {
             **self._ahead.report(),
             "size": self._ahead.score.size(),
@@ -689,13 +708,13 @@ class FIRM(Policy):
 
 
 def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
-    """How many layers ahead the routers are asked: none where what is computed must not depend on
-    what is in memory."""
+    """Return how many layers ahead experts are predicted: 0 with exact rules, because results must
+    not depend on residency."""
     return (settings.n_ahead or 0) if settings.prefetch != OFF and not rules.exact else 0
 
 
 def tuned_for(settings: FIRMSettings) -> dict[str, Any]:
-    """The settings for which votes are tuned."""
+    """Return the settings that the votes are tuned for."""
     return {name: getattr(settings, name) for name in _TUNED_FOR} | {"tune": settings.way}
 
 
@@ -706,9 +725,12 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """The settings with the votes that an earlier run tuned, and with no more look-ahead than these
-    need. Only where this run would tune for the same: with as many layers, matrices and weights of
-    the loss, and about as many slots. Else the settings as they are."""
+    """Return the settings with the votes that an earlier run tuned, and no more look-ahead than
+    they need.
+
+    Only if this run would tune for the same conditions: the same settings of _TUNED_FOR and about
+    as many slots. Otherwise the settings are returned unchanged.
+    """
     votes, slots = tuned.get("votes"), tuned.get("slots")
     n_ahead = look_ahead(settings, rules)
     if not n_ahead or settings.way == OFF or not isinstance(votes, str):

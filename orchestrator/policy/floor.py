@@ -1,4 +1,5 @@
-"""The loss that a user allows, spent on missing experts where it saves most reading (ours)."""
+"""A loss budget set by the user, spent on missing experts where it saves the most reading
+(ours)."""
 
 from __future__ import annotations
 
@@ -37,16 +38,16 @@ from orchestrator.policy.base import (
 )
 from orchestrator.settings import PRECISION, again, setting
 
-# One way to save reading, an expert in a lower tier or skipped: (nats a byte that is saved, expert,
-# tier, nats, instead_of). nats: what it costs a token with a gate weight of 1. instead_of: the tier
-# to which the expert has to be lowered first, None where this is the first step. It is a plain
-# tuple for speed: some are made and sorted in each layer of each token.
+# One way to save reading, by lowering or skipping an expert: (nats per saved byte, expert, tier,
+# nats, instead_of). nats: the cost at a gate weight of 1. instead_of: the tier to which the expert
+# must be lowered first, or None. A plain tuple for speed, because several are made and sorted in
+# each layer of each token.
 Way = tuple[float, int, int, float, int | None]
 
 
 class Account:
-    """What one sequence may still lose, in nats: left of the tokens before, and spent on the
-    running one."""
+    """The loss budget of one sequence in nats: left, the rest of earlier tokens; spent, by the
+    current token."""
 
     __slots__ = ("left", "spent")
 
@@ -56,11 +57,12 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What it costs and saves to lower an expert of one layer.
+    """Costs and savings of lowering an expert of one layer.
 
-    skip, low: nats of each expert with a gate weight of 1, skipped and in tier 1, float64
-    [n_expert]. high_bytes, low_bytes: of an expert in tiers 0 and 1, 0 where there is one tier.
-    present_bytes: of reading, what skipping an expert saves that is in memory high.
+    skip, low: nats of each expert at a gate weight of 1, skipped and in tier 1, float64 [n_expert].
+    high_bytes, low_bytes: bytes of an expert in tiers 0 and 1; 0 if there is no tier 1.
+    present_bytes: the reading, in bytes, that counts as saved when a resident high expert is
+    skipped.
     """
 
     skip: memoryview
@@ -71,23 +73,24 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """No way costs a token more, in nats a byte: above it a price changes nothing."""
+        """An upper bound of the cost per saved byte, in nats. A higher price has no further
+        effect."""
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def least_present(self) -> float:
-        """What skipping an expert in memory with a gate weight of 1 costs at least, in nats a byte;
-        infinite where that saves nothing."""
+        """The minimum cost of skipping a resident expert at a gate weight of 1, in nats per byte;
+        infinite if that saves nothing."""
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """What may be done with an expert. square: the sum of its squared gate weights over the
-        tokens that want it; resident: its tier in memory, or ABSENT.
+        """Return the possible ways to lower an expert. square: the sum of its squared gate weights
+        over the tokens that need it. resident: its tier in memory, or ABSENT.
 
-        A low copy in memory stands for the high one. An absent expert is skipped; or read low,
-        where that costs less for each byte than skipping, and then skipped instead. One in memory
-        high is only skipped.
+        A resident low copy replaces the high one. An absent expert is skipped; or, if that costs
+        less per byte, read in the low tier and optionally skipped as a second step. An expert that
+        is resident in the high tier can only be skipped.
         """
         skip, n_bytes, low_bytes = self.skip[expert], self.high_bytes, self.low_bytes
         if resident == 0:
@@ -106,8 +109,8 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return the costs of each layer. present: what skipping an expert in memory saves, as a share
-    of what skipping a missing one saves."""
+    """Return the costs of each layer. present: the saving of skipping a resident expert, as a share
+    of the saving of skipping a missing one."""
     found = []
     for layer, nats in enumerate(estimate.nats):
         n_bytes = [shape.expert_slot_bytes(layer, tier) for tier in range(len(shape.tiers))]
@@ -120,9 +123,11 @@ def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list
 def spend(
     ways: list[Way], squares: Mapping[int, float], account: Account, price: float, allowed: float
 ) -> dict[int, int]:
-    """Takes the ways of one token, the cheapest first, up to a price in nats a byte, as long as
-    something is left: of `allowed` nats, and of what the account has from before. squares: of the
-    experts' gate weights. Returns {expert: tier}, and adds what was spent to the account."""
+    """Choose ways to lower one token's experts, cheapest first, up to a price in nats per byte.
+
+    The token may spend `allowed` nats and the rest of its account. squares: squared gate weights of
+    the experts. Returns {expert: tier} and updates account.spent.
+    """
     lowered: dict[int, int] = {}
     spent, most = account.spent, account.left + allowed
     ways.sort()
@@ -143,9 +148,9 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """As spend, of several tokens, all of which have to have something left for an expert that they
-    want. claims: of each token that wants an expert, its account and the square of its gate
-    weight."""
+    """Choose ways as spend does, for several tokens. Every token that needs an expert must
+    have enough left. claims: by expert, the account and squared gate weight of each token
+    that needs it."""
     lowered: dict[int, int] = {}
     ways.sort()
     for nats_per_byte, expert, tier, nats, instead_of in ways:
@@ -161,19 +166,18 @@ def spend_all(
     return lowered
 
 
-# An expert that is lowered twice within so many steps is read. One that comes up once is not worth
-# a slot.
+# An expert that is lowered twice within this many steps is read. A single use is not worth a slot.
 AGAIN_STEPS = 4
-# So many experts may be read at once, before the rate holds them back.
+# Maximum burst of reads above the rate, in experts.
 _BURST_EXPERTS = 8
 
 
 class ReadBehind:
-    """Asks for the high copies of experts that were lowered twice within a few steps, within a
+    """Reads the high copies of experts that were lowered twice within a few steps, at a limited
     rate."""
 
     def __init__(self, shape: ModelShape, rate: int) -> None:
-        """rate: bytes a second, 0 for no limit."""
+        """rate: bytes per second, 0 for no limit."""
         self._rate, self._granted = rate, 0.0
         self._bytes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
         never = -AGAIN_STEPS - 1
@@ -188,9 +192,12 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Asks for what the layer before left, as far as the rate goes: for the layer that is being
-        computed, the store takes no prefetch. lowered: experts of this layer; resident: what its
-        experts have in memory, best tier or ABSENT."""
+        """Request the experts remembered from the previous layer, within the rate, and remember
+        those of this layer. The store accepts no prefetch for the layer that is being computed.
+
+        lowered: experts lowered in this layer. resident: best tier in memory of the layer's
+        experts, or ABSENT.
+        """
         before, experts = self._pending
         if experts:
             n, n_bytes = len(experts), self._bytes[before]
@@ -207,32 +214,31 @@ class ReadBehind:
         self._pending = layer, again
 
     def step_done(self, us: float) -> None:
-        """The rate grants what a step of so many microseconds may read."""
+        """Add the bytes that the rate allows for a step of `us` microseconds."""
         most = _BURST_EXPERTS * self._bytes[0]
         self._granted = min(self._granted + self._rate * us / 1e6, most)
 
 
 _DECODE = int(Phase.DECODE)
-# What tokens leave of their budget the next ones may spend, up to the budget of so many tokens.
+# Later tokens may spend what earlier ones left, up to the budget of this many tokens.
 _CARRIED_TOKENS = 16
-# How strongly the price follows: by this share of what a token was off its budget.
+# Gain of the price control: the relative change of the price per relative error of the budget.
 _GAIN = 0.1
 # The first price assumes that this share of a token's experts is missing.
 _FIRST_MISSING = 0.3
-# An expert in memory is left alone where its squared gate weight is below this.
+# Resident experts are considered from the price at which this squared gate weight is worth it.
 _LEAST_SQUARE = 1e-3
 
 
 @dataclass(frozen=True)
 class FloorSettings(LookAhead):
-    """What a user can tune."""
+    """Settings of the policy floor."""
 
     max_loss: float = setting(
         0.01,
-        "Loss allowed, estimated. Q4_K loses 0.01. It is how far the probabilities of an "
-        "answer's tokens move from those of the best precision in use: the mean KL divergence, in "
-        "nats a token, as moe-edge calibrate estimates it. With the policy floor it is 0.01 unless "
-        "another one is given.",
+        "Allowed quality loss, estimated; Q4_K loses about 0.01. The mean KL divergence of an "
+        "answer's token probabilities from those of the best precision in use, in nats per token, "
+        "as moe-edge calibrate estimates it. Default with --policy floor: 0.01.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
@@ -241,30 +247,30 @@ class FloorSettings(LookAhead):
     )
     keep_top: int = setting(
         1,
-        "How many experts of each token, those with the highest gates, are never lowered or "
+        "Number of experts of each token, those with the highest gates, that are never lowered or "
         "skipped.",
         within=(0, 2**16),
     )
     loss_schedule: str = setting(
         COSINE,
-        f"How the loss that is allowed grows with depth: {', '.join(SCHEDULES)}.",
+        f"How the allowed loss grows with depth: {', '.join(SCHEDULES)}.",
         choices=SCHEDULES,
     )
     low_share: float = setting(
         0.25,
-        "With --low-tier: the share of the slots' bytes that is for low copies.",
+        "With --low-tier: the share of the slots' bytes for low copies.",
         within=(0.0, 1.0),
     )
     skip_present: float = setting(
         0.002,
-        "What skipping an expert in memory saves, as a share of what a missing one does: so little "
-        "that missing ones come first. 0: what is in memory is always used.",
+        "Saving of skipping a resident expert, relative to skipping a missing one. It is small, so "
+        "that missing ones are skipped first. 0: resident experts are never skipped.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
         True,
-        "Whether what was skipped or lowered twice within a few tokens is read afterwards, so that "
-        "it is there when it is asked for again.",
+        "Read an expert afterwards if it was skipped or lowered twice within a few tokens, so that "
+        "it is resident at its next use.",
     )
     transition_rate: int | None = again(Background, "transition_rate")
     losses: Path | None = again(Shared, "losses")
@@ -272,8 +278,8 @@ class FloorSettings(LookAhead):
 
 @dataclass(frozen=True, kw_only=True)
 class FloorPlacement(Placement):
-    """room: of each layer, its slots in each tier. estimate: what lower tiers cost; None where that
-    is not known. share: of max_loss, what is spent now."""
+    """room: the number of slots of each layer in each tier. estimate: losses of lower tiers; None
+    if unknown. share: the share of max_loss that is spent now."""
 
     room: Sequence[Sequence[int]]
     estimate: KlEstimate | None
@@ -281,7 +287,7 @@ class FloorPlacement(Placement):
 
     @property
     def allowed(self) -> float:
-        """What a token may lose, in nats."""
+        """The loss budget of a token, in nats."""
         allowed: float = self.share * self.settings.max_loss
         return allowed
 
@@ -296,28 +302,29 @@ class FloorPlacement(Placement):
 
 
 class Floor(Policy):
-    """An answer's experts that are in memory high are used high. Of those that are missing, some
-    are skipped, or computed with a low copy, as long as the loss that the user allows lasts. What
-    lasts beyond all of these is spent on experts in memory, whose computing it saves.
+    """Spend a loss budget on experts that are missing from memory.
 
-    What that costs a token is foreseen (allocation/estimate.py). Of all ways to save reading, those
-    with the least loss a byte come first, up to a price, in nats a byte, that is the same in all
-    layers: at equal prices nothing is gained by moving loss from one expert to another. The price
-    rises while tokens lose less than allowed, and falls while they lose more or little is left.
-    Besides, a token has at most what is allowed for the layers up to this one (the cosine
-    schedule), and what the tokens of its sequence before it left. `keep_top` experts of each token
-    are never lowered.
+    Experts of an answer that are resident in the high tier are used high. Of the missing ones, some
+    are skipped or computed with a low copy, within the loss that the user allows. Loss that is
+    still left is spent on skipping resident experts, which saves computing time.
 
-    What was skipped or lowered, and is again a few tokens later, is read behind, after all else,
-    within --transition-rate. Look-ahead loads what is not predicted to be skipped, by the price and
-    by what is left to spend. Prompts are lossless.
+    allocation/estimate.py estimates the loss of a token. Of all ways to save reading, those with
+    the least loss per byte come first, up to a price in nats per byte. The price is the same in all
+    layers: at equal prices, moving loss from one expert to another gains nothing. The price rises
+    while tokens lose less than allowed, and falls while they lose more or little is left. In
+    addition, a token is limited to the budget of the layers so far (by the schedule) plus the rest
+    of earlier tokens of its sequence. `keep_top` experts of each token are never lowered.
+
+    An expert that is skipped or lowered again within a few tokens is read afterwards, after all
+    other reads, within --transition-rate. Look-ahead prefetches experts that are not predicted to
+    be skipped at the current price and budget. Prompts are lossless.
     """
 
     about = About(
         name="floor",
         summary=(
-            "The user says what an answer may lose, and experts that are missing are skipped or "
-            "computed low where that saves most reading. What is in memory is skipped last."
+            "The user sets the allowed quality loss. Missing experts are skipped or computed in "
+            "the low tier where that saves the most reading; resident experts are skipped last."
         ),
         Settings=FloorSettings,
         reason="decides by the loss that is allowed",
@@ -336,8 +343,9 @@ class Floor(Policy):
         budget_bytes: int,
         history: History,
     ) -> FloorPlacement:
-        """One group per (layer, kind, tier), as many slots in each layer. Low copies have their
-        share of the budget, as far as one high copy a layer fits beside them."""
+        """Give each layer the same number of slots, in one group per (layer, kind, tier). Low
+        copies get the share low_share of the budget, as long as one high copy per layer fits beside
+        them."""
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers
         if len(shape.tiers) > 1:
@@ -376,7 +384,7 @@ class Floor(Policy):
         self._step, self._tokens, self._spent = -1, 0, 0.0
         self._routed = self._missing = self._lowered = self._missing_before = 0
         self._keep_top = asked.keep_top
-        # Experts in memory are looked at from this price on.
+        # Skipping resident experts is considered from this price on.
         self._present_price = math.inf
         self._reads_behind = asked.read_behind
         estimate = self.placement.estimate
@@ -390,7 +398,7 @@ class Floor(Policy):
 
     @property
     def allowed(self) -> float:
-        """What a token may lose now, in nats: the setting max_loss, or half of it."""
+        """The loss budget of a token now, in nats: max_loss, or half of it."""
         return self.placement.allowed
 
     def update_settings(self, settings: Any) -> None:
@@ -404,10 +412,10 @@ class Floor(Policy):
             self._divide_by_depth()
 
     def _divide_by_depth(self) -> None:
-        """Divide the budget by depth, and begin with the price at which it would be spent if all
-        ways to save had the same cost."""
+        """Divide the budget by depth, and reset the price to one that would spend it if all ways to
+        save had the same cost."""
         budget, shape = self.allowed, self.shape
-        # A layer's part of the budget is the share of experts that the schedule lets be lowered.
+        # A layer's part of the budget is proportional to the share of experts that may be lowered.
         schedule = self.settings.loss_schedule
         left = [schedule == FLAT or 1 - share for share in falling(schedule, shape.n_layers)]
         total = math.fsum(left) or 1.0
@@ -426,8 +434,8 @@ class Floor(Policy):
             raise PolicyError(f"the policy {self.name} was not told what lower precisions lose")
         if event.step != self._step:
             self._begin(event)
-        # A single token has code of its own, which decides the same as that for several. It waits
-        # here once per layer, with cold caches, so that this code has to touch little memory.
+        # A single token has code of its own with the same decisions. The token waits here once per
+        # layer, with cold caches, so this code has to touch little memory.
         lower = self._lower if event.n_tokens == 1 else self._lower_all
         lowered = lower(event, view, out)
         if lowered:
@@ -443,7 +451,7 @@ class Floor(Policy):
             self._behind.ask(event.step, event.layer, lowered, resident, out)
 
     def _begin(self, event: RouteEvent) -> None:
-        """A step's first layer. What a failed step spent is forgotten."""
+        """Begin a step at its first layer, and drop what a failed step spent."""
         self._step = event.step
         self._missing_before = self._missing
         for account in self._running:
@@ -453,7 +461,7 @@ class Floor(Policy):
         self._asks_ahead = self._ahead.on
 
     def _lower(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
-        """The tiers of what a step's only token skips or gets low."""
+        """Return the tiers of the experts that the only token of a step skips or lowers."""
         layer, ids, weights = event.layer, event.ids.tolist(), event.weights.tolist()
         resident = view.resident[layer]
         missing = [at for at, expert in enumerate(ids) if resident[expert]]
@@ -478,7 +486,7 @@ class Floor(Policy):
         return lowered
 
     def _lower_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> dict[int, int]:
-        """The tiers of what several tokens skip or get low."""
+        """Return the tiers of the experts that several tokens skip or lower."""
         layer, accounts = event.layer, self._accounts_of(event)
         resident, costs = view.resident[layer], self._costs[layer]
         rows, gates = event.ids_array.tolist(), event.weights_array.tolist()
@@ -502,15 +510,16 @@ class Floor(Policy):
         return spend_all(ways, claims, self._price, self._allowed[layer])
 
     def _accounts_of(self, event: RouteEvent) -> list[Account]:
-        """Of an event's tokens: some tokens of a step do not reach the last layer."""
+        """Return the accounts of an event's tokens. The last layer computes only some tokens of a
+        step."""
         if len(self._running) == event.n_tokens:
             return self._running
         return [self._accounts[each] for each in event.sequences_array.tolist()]
 
     def _ask(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Asks for what the next layer is predicted to choose: what is in memory, so that it stays,
-        and of the rest what would cost too much to skip, or more than is left behind what costs
-        less."""
+        """Prefetch predicted experts of the next layer: resident ones, to keep them, and
+        missing ones whose skipping costs more than the price or than the budget left after
+        cheaper skips."""
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
         ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
@@ -532,7 +541,8 @@ class Floor(Policy):
         self._ahead.score.expect(layer, asked)
 
     def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """As _ask, of several tokens: what an expert would cost all of them, and each."""
+        """Prefetch as _ask does, for several tokens: with the cost of an expert for all tokens, and
+        for each."""
         layer = event.layer + 1
         resident, costs = view.resident[layer], self._costs[layer]
         rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
@@ -556,9 +566,9 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """A decode step's tokens have lost what they lost: their sequences keep the rest, up to a
-        few tokens' budget, and the price follows. Half of the loss is spent from a step on whose
-        report says that the texts are unusual."""
+        """Settle a decode step: sequences keep the unspent loss, up to the budget of a few tokens,
+        and the price is adjusted. If a report says that the texts are unusual, half of max_loss is
+        spent from then on."""
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)
         for sequence in (*report.ends, *report.starts):
@@ -570,14 +580,14 @@ class Floor(Policy):
         for account in running:
             kept = account.left + budget - account.spent
             account.left, account.spent = min(kept, _CARRIED_TOKENS * budget), 0.0
-        # Where nothing was missing, nothing could be spent, whatever the price.
+        # If no expert was missing, nothing could be spent at any price.
         if running and budget and self._missing > self._missing_before:
             off = 1 - spent / (budget * len(running))
-            # A price that is too high spends no more than is allowed, but spends it in the first
-            # layers. So the price is to leave half of what may be carried.
+            # A price that is too high spends no more than allowed, but spends it in the first
+            # layers. So the price aims at leaving half of the maximum that may be carried.
             left = sum(account.left for account in running) / len(running)
             off += left / (_CARRIED_TOKENS * budget) - 0.5
-            # Where all that is missing is lowered already, the price would rise without end.
+            # If all missing experts are lowered already, the price would rise without limit.
             self._price = min(self._price * math.exp(_GAIN * max(-1.0, off)), self._dearest)
         self._running = []
         self._tokens += report.n_tokens
@@ -587,10 +597,12 @@ class Floor(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return max_loss, what a token may lose now in nats, and of the tokens that were decoded
-        since the engine started: loss, the mean of their estimated losses; of the experts that they
-        chose, the shares that were not in memory high (missing) and that were lowered or skipped.
-        The rest is as of Prefetching.report."""
+        """Return figures of the decoded tokens since the runtime started.
+
+        max_loss: the loss budget of a token now, in nats. loss: the mean estimated loss. missing,
+        lowered: shares of the chosen experts that were not resident high, and that were lowered or
+        skipped. The rest is the report of Prefetching.
+        """
         return {
             "max_loss": self.allowed,
             "loss": self._spent / self._tokens if self._tokens else None,

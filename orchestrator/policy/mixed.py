@@ -1,5 +1,8 @@
-"""Every expert in memory, in whichever tier of the file pays best for its bytes: a resident plan
-over all tiers, which follows what is used (DynaExq, generalised)."""
+"""Every expert is resident, in the tier with the best value for its bytes.
+
+The policy generalises DynaExq: it plans over all tiers of the file and follows the usage of the
+experts.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,17 @@ from orchestrator.settings import again
 def exchanges(
     losses: np.ndarray, tiers: np.ndarray, pool_of: np.ndarray, free: np.ndarray, margin: float
 ) -> list[tuple[int, int]]:
-    """Pairs (riser, faller) of experts that had better be in each other's tier, the largest gain
-    first; no expert is in two of them. Experts are numbered layer by layer.
+    """Return pairs (riser, faller) of experts that should exchange their tiers, largest gain first.
 
-    losses: w L, float64 [n_layers, n_expert, n_tiers]. tiers uint8 [n_layers, n_expert]: where each
-    is. pool_of int64 [n_layers, n_tiers]: the pool that holds a layer's experts in a tier, so that
-    experts with the same two pools may exchange; -1: in a tier that nobody is given. free bool
-    [n_layers, n_expert]: may change. margin: a pair has to gain more than so many times what an
-    expert gains between the two tiers in the mean; with two tiers and losses alike that is
-    DynaExq's hysteresis.
+    No expert is in two pairs. Experts are numbered layer by layer.
+
+    losses: w L, float64 [n_layers, n_expert, n_tiers]. tiers: the current tier of each expert,
+    uint8 [n_layers, n_expert]. pool_of: the pool that holds a layer's experts in a tier, int64
+    [n_layers, n_tiers], or -1 for a tier without experts; experts with the same two pools may
+    exchange. free: which experts may change, bool [n_layers, n_expert].
+
+    margin: a pair must gain more than this multiple of an expert's mean gain between the two tiers.
+    With two tiers and uniform losses, that is DynaExq's hysteresis.
     """
     _, n_expert, n_tiers = losses.shape
     flat, at = losses.reshape(-1, n_tiers), tiers.reshape(-1)
@@ -90,11 +95,13 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """As TierPools.moves_to, by the losses w L, float64 [n_layers, n_expert, n_tiers].
+    """Return the moves towards the wanted tiers for which slots are free now (see
+    TierPools.moves_to).
 
-    Only the lowest tier has slots in reserve. Where nothing is under way and nobody finds a slot,
-    those that are to fall wait in the lowest tier, and free theirs: the pools hold as many experts
-    of each tier as are wanted there, so that a slot which is free has somebody who wants it.
+    losses: w L, float64 [n_layers, n_expert, n_tiers]. Only the lowest tier has reserve slots. If
+    nothing is moving and no move finds a slot, experts that should fall move to the lowest tier
+    first and free their slots. The pools hold as many experts of each tier as are wanted there, so
+    each free slot has an expert that wants it.
     """
     lowest = losses.shape[2] - 1
     wanted = np.where(resident == ABSENT, ABSENT, wanted)
@@ -107,28 +114,28 @@ def moves(
     return pools.moves_to(waiting, resident, target, gains)
 
 
-# This share of a layer's use is dealt out evenly, so that rarely used experts count as well.
+# This share of a layer's usage is distributed uniformly, so that rarely used experts count too.
 ALIKE = 0.05
-# Less than this share of the budget counts as nothing.
+# A share of the budget that counts as negligible.
 SMALL = 0.001
-# One slot is in reserve for so many experts.
+# Number of experts per reserve slot.
 _EXPERTS_PER_MOVE = 128
-# While experts move, the policy asks where they are once in so many microseconds of steps. To ask
-# takes a third of a fast model's token, and a move takes several tokens.
+# While experts move, the policy requests their states once per this many microseconds of steps.
+# A request takes a third of a fast model's token time, and a move takes several tokens.
 LOOK_US = 4000.0
 
 
 @dataclass(frozen=True)
 class MixedSettings(Intervals):
-    """What a user can tune."""
+    """Settings of the policy mixed."""
 
     losses: Path | None = again(Shared, "losses")
 
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """The tier above the best one whose copies all fit; a better one where a slot of it, which
-        the store wants, takes next to nothing of the budget."""
+        """Return the tier above the best one in which all experts fit. A better tier is used if its
+        single slot, which the store requires, takes a negligible part of the budget."""
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
         above = tiers[max(0, fits - 1)]
@@ -142,18 +149,19 @@ class _AnyTiers(Precisions):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlacement(Placement):
-    """tiers: of each expert, uint8 [n_layers, n_expert]; pools: their slots."""
+    """tiers: the tier of each expert, uint8 [n_layers, n_expert]. pools: the slots of these
+    experts."""
 
     pools: TierPools
     tiers: np.ndarray
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Every expert where the plan has it, whatever the hotness."""
+        """Return a transition of every expert to its planned tier. hotness has no effect."""
         return every_expert_to(self.tiers)
 
     @property
     def per_tier(self) -> list[int]:
-        """How many experts are in each tier. Exchanges do not change it."""
+        """The number of experts in each tier. Exchanges do not change it."""
         found: list[int] = np.bincount(self.tiers.ravel(), minlength=len(self.shape.tiers)).tolist()
         return found
 
@@ -165,27 +173,29 @@ class MixedPlacement(Placement):
 
 
 class Mixed(Learning):
-    """The allocation of `Hull`: the sum over layers and experts of w L is least under the budget,
-    over all tiers in use. L is what the tier costs a use of the expert, in nats where calibrate has
-    fitted that, so that layers compare; else its mean squared error, or nominal losses. w is the
-    share of tokens that use the expert, by what earlier runs learned, with a small part alike for
-    all.
+    """Assign a tier to every expert so that the sum of w L is minimal under the budget (see
+    `Hull`).
 
-    Slots are as many of each tier as this plan has experts in it, in pools that layers of one size
-    share. What changes while it runs is which experts have them: behind each interval experts that
-    gain by it exchange their tiers, in pairs, by DynaExq's hysteresis, at step boundaries and
-    within the transition rate. No token waits, and no token reads.
+    L is the loss per use of the expert in a tier: in nats if calibrate fitted the model, so that
+    layers are comparable; otherwise its mean squared error, or nominal losses. w is the share of
+    tokens that use the expert according to earlier runs; a small part is distributed uniformly.
 
-    A tier that no expert has takes no slots where another one's can hold it: one of each size else.
-    The lowest tier has slots in reserve, through which experts move, unless none ever will.
+    Each tier has as many slots as the plan has experts in it, in pools that layers of one size
+    share. At run time, only the assignment changes: after each interval, pairs of experts exchange
+    their tiers if that gains enough (DynaExq's hysteresis), at step boundaries and within the
+    transition rate. No token waits for a read.
+
+    A tier without experts uses the slots of another tier if they can hold it, and otherwise one
+    slot of each size. The lowest tier has reserve slots through which experts move, unless
+    exchanges are switched off.
     """
 
     about = About(
         name="mixed",
         summary=(
-            "Every expert is in memory, in the precision of the file that pays best for its bytes, "
-            "by how much it is used and what it loses. Experts exchange their precisions in the "
-            "background, and no token waits for it."
+            "Every expert is resident, in the tier with the best value for its bytes, given its "
+            "usage and its loss. Experts exchange tiers in the background, and no token waits "
+            "for it."
         ),
         Settings=MixedSettings,
         reason="fills the budget with the best precisions",
@@ -204,7 +214,7 @@ class Mixed(Learning):
         budget_bytes: int,
         history: History,
     ) -> MixedPlacement:
-        """The allocation that the budget has room for, by what is known of use and losses."""
+        """Return the allocation for the budget, from the known usage and losses."""
         hotness, losses = history.hotness(), history.losses(shape.tiers, per_use=True)
         scores = np.zeros((shape.n_layers, shape.n_expert)) if hotness is None else hotness
         hull = Hull(weighted(shape, scores, losses), slot_sizes(shape))
@@ -228,12 +238,12 @@ class Mixed(Learning):
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._weighted: tuple[np.ndarray, np.ndarray] | None = None  # of which scores
+        self._weighted: tuple[np.ndarray, np.ndarray] | None = None  # (scores, their w L)
         self._pools, self._wanted = self.placement.pools, self.placement.tiers.copy()
         self._used = sorted(set(self._wanted.ravel().tolist()))  # tiers that experts have
         self._moved = self._exchanged = 0
         self._unseen_us = math.inf  # of steps since the last look
-        # The states (resident, target) in which no expert found a slot: asking again is of no use.
+        # The states (resident, target) for which no move found a slot; they need no second search.
         self._no_moves: tuple[bytes, bytes] | None = None
 
     @property
@@ -246,13 +256,13 @@ class Mixed(Learning):
         return of[1]
 
     def _wants_report(self, phase: Phase) -> bool:
-        """As every policy that learns, except that fast tokens do not each look after what is under
-        way."""
+        """Whether the next step needs a full report. Transitions of fast steps are checked only
+        once per LOOK_US."""
         looks = not self._at_rest and self._unseen_us >= LOOK_US
         return looks or self._may_end_interval(phase)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves that have slots now."""
+        """Count the step, and return the moves for which slots are free now."""
         found = self._learn(report)
         self._choose_reports()
         return found
@@ -263,7 +273,7 @@ class Mixed(Learning):
             self._count(report)
             return ()
         resident, target = report.resident, report.target
-        self._unseen_us = report.us  # a step that takes LOOK_US by itself is looked at each time
+        self._unseen_us = report.us  # a step longer than LOOK_US is followed by a full report
         if self._count(report):
             self._exchange((resident == target) & (resident == self._wanted))
             self._no_moves = None
@@ -278,8 +288,8 @@ class Mixed(Learning):
         return found
 
     def _exchange(self, free: np.ndarray) -> None:
-        """What is wanted from now on. free bool [n_layers, n_expert]: experts that are where they
-        should be."""
+        """Exchange the wanted tiers of pairs of experts. free: experts that are in their wanted
+        tier, bool [n_layers, n_expert]."""
         pool_of = np.full((self.shape.n_layers, len(self.shape.tiers)), -1)
         pool_of[:, self._used] = self._pools.pool_of[:, self._used]
         pairs = exchanges(self.weighted, self._wanted, pool_of, free, self.settings.hysteresis)
@@ -289,9 +299,9 @@ class Mixed(Learning):
         self._exchanged += len(pairs[:MAX_QUEUE])
 
     def report(self) -> Mapping[str, Any]:
-        """Since the engine started: updates of the hotness, exchanges of two experts, moves that
-        they took; experts in each tier; the loss of the plan as a share of what the smallest tier
-        alone would lose."""
+        """Figures since the runtime started: updates of the hotness, exchanges of two experts,
+        moves for them; experts in each tier; the loss of the plan as a share of the loss with every
+        expert in the lowest tier."""
         losses = self.weighted
         least = float(losses[..., -1].sum())
         return {
@@ -304,8 +314,8 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Slots for an allocation. A tier without experts shares those of the next better one that
-    has some, where slots can be shared."""
+    """Return the slots for an allocation. A tier without experts shares the slots of the next
+    better tier that has some, if slots can be shared."""
     places: list[Places] = []
     last = len(shape.tiers) - 1
     moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
@@ -326,21 +336,24 @@ def fits(pools: TierPools, budget_bytes: int) -> bool:
 
 
 def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -> np.ndarray:
-    """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+    """Return w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
     each = nominal(shape) if losses is None else losses
     found: np.ndarray = weights(scores)[..., None] * each
     return found
 
 
 def weights(scores: np.ndarray) -> np.ndarray:
-    """w of each expert: its share of the layer's use, of which ALIKE is alike for all; float64
-    [n_layers, n_expert], each row of sum 1. scores: S; a layer without any counts as used alike."""
+    """Return w, the share of each expert in its layer's use, float64 [n_layers, n_expert]; rows sum
+    to 1.
+
+    scores: S. The share ALIKE is distributed uniformly. A layer without counts has uniform usage.
+    """
     found: np.ndarray = (1 - ALIKE) * shares(scores) + ALIKE / scores.shape[1]
     return found
 
 
 def nominal(shape: ModelShape) -> np.ndarray:
-    """What stands for a loss table where there is none, float64 [n_layers, n_expert, n_tiers]: each
-    bit more divides the mean squared error by four, in all experts alike."""
+    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, n_tiers]. Each
+    bit more divides the mean squared error by four, for all experts equally."""
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
     return nominal_losses(bits, shape.n_layers, shape.n_expert)

@@ -154,7 +154,7 @@ def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
     high, low = models["high"].path, models["low"].path
     assert notes(high, ctx=2048) == []
     assert notes(high, ctx=4000) == [
-        "--ctx 4000: the model was made for 2048 tokens, and gets as many."
+        "--ctx 4000: limited to the model's training context, 2048 tokens."
     ]
     parts, others = (split(each, tmp_path / each.stem, 3) for each in (high, low))
     assert notes(parts[0]) == notes(parts[0], low=others[0]) == []
