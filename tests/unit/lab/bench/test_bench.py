@@ -121,7 +121,7 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
         def stats(self):
             keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes")
-            keys += ("host_computed_bytes",)
+            keys += ("host_computed_bytes", "host_computed")
             found = SimpleNamespace(**{key: [0, 0] for key in keys})
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
