@@ -144,3 +144,22 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         assert status == 200
         assert json.loads(text)["choices"][0]["text"] == alone[stays]
         runtime.inside.store.check()
+
+
+@pytest.mark.parametrize("cancelled", ["the one that is computed", "the one that waits"])
+def test_two_requests_on_one_sequence(monkeypatch, cancelled):
+    """A cancel concerns its own request only, not the other on its sequence or its step."""
+    with serving(2, **DYMOE) as runtime:
+        held = Held(runtime.inside.policy, monkeypatch)
+        held.hold(0)
+        computed = on_sequence(runtime, 0, prompt="Hello", max_tokens=4)
+        assert held.reached.wait(HANG_S)
+        waits = on_sequence(runtime, 0, prompt="Hello you", max_tokens=4)
+        beside = on_sequence(runtime, 1, prompt="Good day", max_tokens=4)
+        gone, stays = (computed, waits) if cancelled.endswith("computed") else (waits, computed)
+        gone.cancel()
+        held.go_on.set()
+        gone.close()
+        assert whole(stays)[0] == 200
+        assert whole(beside)[0] == 200
+        runtime.inside.store.check()
