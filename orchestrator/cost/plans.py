@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
-# Plans whose predicted times differ by less count as equally fast; the one with the least loss wins.
+# Plans whose predicted times differ by less count as equally fast; the least loss decides.
 AS_FAST = 1.02
 # A lossless plan replaces the default if it is faster by this factor.
 CLEARLY_FASTER = 1.05
