@@ -20,8 +20,8 @@ from orchestrator.native.ggml import GgmlFunctions, InitParams
 # Total weights of one timing, more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
-# A timing ends after _RUNS runs and _LEAST_SECONDS, or after TIMING_S. _LEAST_SECONDS is longer than
-# a typical interruption.
+# A timing ends after _RUNS runs and _LEAST_SECONDS, or after TIMING_S. _LEAST_SECONDS exceeds a
+# typical interruption.
 _RUNS, _LEAST_SECONDS, TIMING_S = 7, 0.02, 0.1
 # The machine is quiet while threads wait for a core for less than this share of the time.
 QUIET_SHARE = 0.1

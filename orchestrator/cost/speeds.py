@@ -71,7 +71,7 @@ _ROUNDS = 3
 # patches/native/moe-edge-layout.cpp), and minimum rows for matrix products. With fewer rows, rows
 # are multiplied one by one.
 _TILES_FROM, _GEMM_LEAST = 8, 4
-# Number of small operations of a layer, in addition to one for each expert that a token uses: norms,
+# Small operations of a layer, in addition to one for each expert that a token uses: norms,
 # rotations, the router, copies into the KV cache.
 _NODES = 32
 # Overhead in units of small operations: of a step (0.10 to 0.18 ms for the demo, whose operation
@@ -289,8 +289,7 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether some operation was timed only while other programs ran, as far as the system
-        shows."""
+        """Whether some operation was timed only while other programs ran."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before

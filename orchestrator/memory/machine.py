@@ -154,7 +154,7 @@ def more_than_there(ram: int | None, machine: Machine) -> str | None:
     if ram is None or ram <= machine.memory_bytes:
         return None
     free = format_size(machine.memory_bytes)
-    return f"--ram {format_size(ram)} is more than the {free} that are free: those are the cap."
+    return f"--ram {format_size(ram)} is more than the free memory: the limit is {free}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
             reason = "--device cpu asks for none" if device == CPU else "there is none here"
             raise ConfigError(
                 f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
-                f"`make build GPU=cuda` where a GPU is"
+                f"`make build GPU=cuda` on a machine with a GPU"
             )
         return None
     info = find_device(bindings.library(), name)
@@ -214,16 +214,13 @@ def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
     n = bindings.count_gpus()
     if n < 2:
         return None
-    return f"One of {n} GPUs is used, {gpu.info.name}: --device names another."
+    return f"Using one of {n} GPUs, {gpu.info.name}. Choose another with --device."
 
 
 def check_misses(gpu: Accelerator | None, config: Config) -> None:
     """Raise ConfigError for --misses without a GPU."""
     if gpu is None and config.misses is not None:
-        raise ConfigError(
-            "--misses says how a GPU gets the experts that it lacks, and none is in use: "
-            "leave it out"
-        )
+        raise ConfigError("--misses has no effect without a GPU: leave it out")
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:

@@ -74,7 +74,7 @@ class SharedMemory:
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
-        """Return the micro-batch sizes with which the context may reach n_cells. The smallest size
+        """Return the micro-batch sizes with which the context may reach n_cells. The smallest one
         is always included, because `longest` guarantees that it fits."""
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
