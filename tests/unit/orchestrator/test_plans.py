@@ -130,7 +130,7 @@ def test_speeds_are_said_as_a_context_fills(model):
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
-    assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
+    assert said.endswith("10.0 after 8192, 5.0 after 32768, 2.5 after 131072 tokens.")
     assert behind_text({}) == ""
 
 
