@@ -21,7 +21,10 @@ class ConfigError(MoeEdgeError):
 
 
 class SettingError(ConfigError):
-    """An invalid value of one setting. `name` is the setting, and `complaint` says what it must be."""
+    """A setting with an invalid value.
+
+    name: the setting. complaint: what the value must be.
+    """
 
     def __init__(self, name: str, complaint: str) -> None:
         super().__init__(f"the setting '{name}' {complaint}")

@@ -1,4 +1,4 @@
-"""Estimates of what lower precisions cost: KL divergence from a better tier, in nats.
+"""Estimates of the quality loss of lower precisions: KL divergence from a better tier, in nats.
 
 An expert whose output has a mean squared error of L moves a token's output by about g^2 L, where g
 is its gate weight. The KL divergence of a small move grows with the square of the move. So the sum

@@ -103,8 +103,8 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
     """Return the number of units of each share.
 
     Each share gets clamp(s * weight, floor, full) units, with the largest s whose sum fits the
-    budget. What rounding leaves goes, unit by unit, to the share furthest below its proportion. If
-    the budget is too small for the floors, returns the floors.
+    budget. The rest after rounding goes, unit by unit, to the share furthest below its proportion.
+    If the budget is too small for the floors, returns the floors.
     """
     if sum(share.unit_bytes * share.floor for share in shares) > budget_bytes:
         return [share.floor for share in shares]

@@ -72,7 +72,7 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
     Additional fields from older versions are ignored. Raises OSError, and ProfileError for a
     profile that is damaged or belongs to another model.
     """
-    damaged = ProfileError(f"{path}: this is no profile, or a damaged one: name a new file")
+    damaged = ProfileError(f"{path}: not a profile, or damaged: name a new file")
     data = read_object(path, _LARGEST_BYTES)
     if data is None or data.get("format") != _FORMAT:
         raise damaged
@@ -157,7 +157,7 @@ class HotnessKeeper(_Cached):
         except (ProfileError, OSError) as error:
             if self._named:
                 raise
-            self.note = f"What earlier runs learned is not used: {error}"
+            self.note = f"The hotness of earlier runs is not used: {error}"
         return None
 
     def recall(self) -> np.ndarray | None:
@@ -199,7 +199,7 @@ class UsageKeeper(_Cached):
             try:
                 self._known = load(self._path, model)
             except ProfileError as error:
-                self.note = f"How this model was used is learned anew: {error}"
+                self.note = f"Expert usage is recorded from scratch: {error}"
             except OSError:
                 pass
 

@@ -177,8 +177,7 @@ for _name, _place in BENCHMARKS.items():
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, KL divergence, multiple-choice accuracy.
 
-    The policy decides for each token alone, as in an answer. A decision for a whole prompt would
-    use later tokens of the text.
+    The policy decides for each token alone: a whole prompt would reveal later tokens.
     """
     from dataclasses import fields
 

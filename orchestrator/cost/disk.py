@@ -1,5 +1,5 @@
-"""How fast this disk delivers a model's experts: it is read as the store reads what a token misses,
-at some moments, and what was found is kept."""
+"""Bandwidth of the disk for a model's experts. It is measured by reading as the store does for
+misses, at several moments, and kept in the user cache."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.cost.speeds import MOST_MOMENTS, Timings
 
-# As the store reads: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
+# The store's read size: MOE_EDGE_PART_BYTES of patches/native/moe-edge-reads.h.
 PART_BYTES = 512 * 2**10
-# What each thread reads into: more than a core's own caches hold.
+# The read buffer of each thread, larger than a core's own caches.
 _SLOTS_BYTES = 8 * 2**20
-# So often the same places are read again, one time behind the other; of a disk that rests for a
-# moment the others say more.
+# Number of rounds that repeat the same reads. The median ignores a round in which the disk paused.
 _ROUNDS = 3
-# Experts that are read alone, so long one behind the other as a token computes between two layers.
+# Experts that are read alone, with a pause as long as a token computes between two layers.
 _ALONE, _PAUSE_S, _ALONE_S = 16, 0.002, 0.25
 
-# File systems whose disk is not this system's own, by the names that the kernel has for them.
+# File systems on remote or host disks, by the kernel's names.
 _ELSEWHERE = {
     "9p": "a drive of Windows or of a host (9p)",
     "drvfs": "a drive of Windows (drvfs)",
@@ -59,24 +58,27 @@ _ELSEWHERE = {
     "fuse.sshfs": "another machine's disk (SSH)",
 }
 _USB, _SPINNING = "a USB disk", "a spinning disk"
-# What reads faster does not spin: a virtual machine may say so of any disk.
+# A faster disk is not a spinning one. Virtual machines may report any disk as rotational.
 _SPINS_BELOW = 300e6
 
 _FORMAT = "moe-edge disk 2"
 _MIB = 1 << 20
 # Experts of a file of noise, in one layer: 134 MB.
 _NOISE_EXPERTS = 20
-# A timing of nothing is none.
+# The smallest timing that is stored, because a timing of 0 is invalid.
 _LEAST_S = 1e-9
 
 
 class Bandwidth(NamedTuple):
-    """A disk: bytes_per_s of `direct` (O_DIRECT) or buffered reads of slice_bytes on average, which
-    are parts of experts where these are large. core_s_per_byte: what reading takes of a core on
-    which a thread computes meanwhile; the others wait for that one at the next barrier. latency_s:
-    how much longer than at that speed an expert takes that is read alone. first_bytes_per_s: what
-    has not been read for long, 0 where that is not known to differ: a virtual machine's disk may
-    have in its host's memory what was read before, as most of what an answer reads was."""
+    """The measured speed of a disk.
+
+    bytes_per_s: speed of `direct` (O_DIRECT) or buffered reads of slice_bytes on average; large
+    experts are read in parts. core_s_per_byte: processor time per byte read, taken from a core on
+    which a compute thread runs; the other threads wait for that thread at the next barrier.
+    latency_s: additional time of an expert that is read alone. first_bytes_per_s: speed for bytes
+    that have not been read for a long time, 0 if no difference is known. A virtual machine's host
+    may have cached what was read before, as most of an answer's reads are.
+    """
 
     bytes_per_s: float
     direct: bool = True
@@ -87,22 +89,22 @@ class Bandwidth(NamedTuple):
 
     @property
     def at_first(self) -> Bandwidth:
-        """As it is for what has not been read for long."""
+        """The speed for bytes that have not been read for a long time."""
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def beside(self, config: Config) -> Bandwidth:
-        """As it is beside the threads that compute: where these leave a core to itself, reading
-        takes nothing from them."""
+        """Return the speed with compute threads running. If they leave a core free, reading takes
+        no time from them."""
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
 
     def seconds(self, n_bytes: float) -> float:
-        """Of so many bytes that are asked for together; 0 for none."""
+        """Return the seconds to read n_bytes that are requested together; 0 for 0 bytes."""
         return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
 
     def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
-        """By how much reading so many bytes delays what is computed beside it. While threads wait
-        for a read, which they do for waited_s, it takes nothing from them."""
+        """Return by how many seconds reading n_bytes delays computation. Reading takes nothing from
+        threads while they wait for a read, which they do for waited_s."""
         seconds = self.seconds(n_bytes)
         beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
         return beside * n_bytes * self.core_s_per_byte
@@ -115,7 +117,7 @@ class _Read(NamedTuple):
 
 
 def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
-    """The block-aligned reads of one expert matrix, in the parts that the store asks for."""
+    """Return the block-aligned reads of one expert matrix, in parts as the store reads them."""
     first = start // IO_BLOCK_BYTES * IO_BLOCK_BYTES
     end = pad(start + expert_bytes, IO_BLOCK_BYTES)
     parts = max(1, (expert_bytes + PART_BYTES // 2) // PART_BYTES)
@@ -124,8 +126,8 @@ def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
 
 
 def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read]:
-    """What one token after the other would read where nothing is in memory: layer by layer, the
-    experts of a random choice, matrix by matrix in the order in which the graph uses them."""
+    """Yield the reads of successive tokens if nothing were resident: layer by layer, randomly
+    chosen experts, matrix by matrix in the order of the graph."""
     for layer in cycle(model.slices):
         experts = rng.sample(range(model.n_expert), model.n_expert_used)
         for kind in COMPUTE_ORDER:
@@ -134,7 +136,7 @@ def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read
 
 
 def _matrix(model: ExpertModel, piece: Slice | None, expert: int) -> list[_Read]:
-    """The reads of one expert's matrix, none where the layer has none of the kind."""
+    """Return the reads of one expert's matrix; none if the layer has no matrix of this kind."""
     if piece is None:
         return []
     start = piece.offset + expert * piece.expert_bytes
@@ -147,19 +149,19 @@ def _open_direct(path: Path) -> tuple[int, bool]:
         try:
             return os.open(path, os.O_RDONLY | flag), True
         except OSError:
-            pass  # the file system refuses; buffered reads are what the store does then too
+            pass  # without O_DIRECT support the store uses buffered reads too
     return os.open(path, os.O_RDONLY), False
 
 
 def read_bandwidth(
     model: ExpertModel, *, tier: int = 0, threads: int = 4, seconds: float = 1.5, seed: int = 0
 ) -> Bandwidth:
-    """Reads experts of a tier for so long as the store would if all were missing: the same parts
-    of the same files in the same order, taken off one queue by as many threads, into memory of
-    huge pages as its slots are. What a first round has read is read again in some more.
+    """Measure the bandwidth by reading experts of a tier for some seconds.
 
-    An upper limit for a store with as many I/O threads: nothing else runs meanwhile.
-    Raises OSError.
+    It reads as the store would with every expert missing: the same parts of the same files in the
+    same order, from one queue with `threads` threads, into huge pages. The reads of the first round
+    are repeated in further rounds. The result is an upper bound for a store with as many I/O
+    threads, because nothing else runs meanwhile. Raises OSError.
     """
     files = {path: _open_direct(path) for path in set(model.files)}
     direct = all(is_direct for _, is_direct in files.values())
@@ -200,8 +202,8 @@ def read_bandwidth(
 def _latency_s(
     model: ExpertModel, tier: int, files: dict[Path, int], threads: int, speed: float, seed: int
 ) -> float:
-    """As of Bandwidth: the median of some experts, which were read just before. One alone has too
-    few parts to keep a disk busy, which has gone to rest before."""
+    """Return Bandwidth.latency_s: the median over some experts that were read just before. A single
+    expert has too few parts to keep a disk busy, and the disk was idle before."""
     rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
 
     with _slots() as view, workers(threads) as pool:  # which ends before its memory does
@@ -229,8 +231,8 @@ def _latency_s(
 
 @contextmanager
 def _slots() -> Iterator[memoryview]:
-    """Memory as the store's slots: of huge pages, where the system has them. Shared memory, which
-    is what mmap gives unless it is told, has none."""
+    """Yield memory like the store's slots, in huge pages if the system supports them. It is private
+    memory, because mmap's default, shared memory, does not get huge pages."""
     private = mmap.mmap(-1, _SLOTS_BYTES, flags=mmap.MAP_PRIVATE)
     with private as memory, memoryview(memory) as view:
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -242,9 +244,12 @@ def _slots() -> Iterator[memoryview]:
 def bytes_per_s(
     work: Callable[[int, Callable[[], bool]], int], threads: int, seconds: float
 ) -> float:
-    """What so many threads move together. work gets the number of its thread and whether there is
-    time left, which it asks; it returns the bytes that it moved. Each thread is granted a first
-    move, since on a busy machine it may begin when all time is over. Raises what work raises."""
+    """Return the bytes per second that `threads` threads move together.
+
+    work: gets its thread index and a function that tells whether time is left, and returns the
+    bytes that it moved. Each thread may move at least once, because on a busy machine it may start
+    after the time is over. Raises what work raises.
+    """
     start = perf_counter()
 
     def clock() -> Callable[[], bool]:
@@ -264,26 +269,30 @@ def bytes_per_s(
 
 
 def device_of(path: Path) -> int:
-    """The device that a file lies on: another one may be mounted at the same place."""
+    """Return the device number of a file's file system. Another device may be mounted at the same
+    path later."""
     return path.stat().st_dev
 
 
 def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) -> Bandwidth:
-    """The disk beside the threads that compute, as it stands in the user cache for this file at
-    this place: the best of MOST_MOMENTS, since other reads make a disk slower. Nothing tells
-    whether a disk was quiet, so that two moments which agree may both have been disturbed, and all
-    of them are measured. Each takes a second or two where it is due. Raises OSError; without
-    measuring, where nobody has."""
+    """Return the bandwidth for this file with compute threads running, from the user cache.
+
+    It is the best of MOST_MOMENTS measurements, because other reads slow a disk down. Nothing shows
+    whether a disk was idle, so two equal measurements may both have been disturbed, and all
+    MOST_MOMENTS are taken. A measurement that is due takes one or two seconds. Raises OSError; with
+    measures=False also if the disk was not measured before.
+    """
     place = [str(model.path.resolve()), device_of(model.path), identity(model)]
     measure = partial(read_bandwidth, model, threads=config.io_threads) if measures else None
     found = _kept(place, config, measure)
-    # Their own cache holds what a moment reads, and not a model.
+    # The disk's own cache may hold the bytes of one measurement, but not a model.
     return found.at_first if slow_kind(model.path) in (_USB, _SPINNING) else found
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
-    """The same for a model that is not here: of the disk that the user cache lies on, from a file
-    of noise that is written there where a measurement is due, and deleted. Raises OSError."""
+    """Return the bandwidth of the disk with the user cache, for a model that is not on this
+    machine. A measurement that is due writes a file of random bytes there and deletes it. Raises
+    OSError."""
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -295,7 +304,8 @@ def machine_bandwidth(config: Config) -> Bandwidth:
 
 
 def _noise(path: Path) -> ExpertModel:
-    """A new file of random bytes in the form of experts, which no disk can compress."""
+    """Return a model of random bytes in the form of experts, in a new file. No disk can compress
+    it."""
     rng, kind = random.Random(0), GGMLType.Q8_0
     with GGUFWriter(path) as writer:
         numbers = {"block_count": 1, "embedding_length": 2048, "expert_used_count": 8}
@@ -314,8 +324,8 @@ def _noise(path: Path) -> ExpertModel:
 def _kept(
     place: list[object], config: Config, measure: Callable[[], Bandwidth] | None
 ) -> Bandwidth:
-    """What is kept of a place, beside the threads that compute; measured where it is due. Raises
-    OSError."""
+    """Return the kept bandwidth of a place with compute threads running; measured first if due.
+    Raises OSError."""
     path = user_folder("cache") / "speed" / f"disk-{digest(*place, config.io_threads)}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
@@ -341,21 +351,21 @@ def _kept(
 
 
 def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
-    """What a file lies on that is slow as a rule, in words; None for any other disk."""
+    """Return a description of the disk of a file if it is usually slow; None for any other disk."""
     here = path.resolve()
     mounts = [
         each for each in psutil.disk_partitions(all=True) if here.is_relative_to(each.mountpoint)
     ]
     if not mounts:
         return None
-    # Of several at one place the last one hides the others.
+    # The last of several mounts at one path hides the others.
     mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
     if mount.fstype in _ELSEWHERE:
         return _ELSEWHERE[mount.fstype]
     with suppress(OSError):  # no block device, or none that this system shows
         number = os.stat(mount.device).st_rdev
         place = (sysfs / f"dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-        # Below an encrypted or a logical volume is what it is made of.
+        # An encrypted or logical volume lists its disks as slaves.
         for disk in (place, *(each.resolve() for each in place.glob("slaves/*"))):
             if any(part.startswith("usb") for part in disk.parts):
                 return _USB
@@ -367,8 +377,8 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
 
 
 def slow_disk(model: ExpertModel, config: Config) -> str | None:
-    """A sentence where a model lies on a disk that is slow as a rule, with its measured speed; see
-    kept_bandwidth for the time that this takes."""
+    """Return a note with the measured speed if a model is on a disk that is usually slow. See
+    kept_bandwidth for the time that the measurement takes."""
     kind = slow_kind(model.path)
     if kind is None:
         return None
@@ -376,8 +386,8 @@ def slow_disk(model: ExpertModel, config: Config) -> str | None:
         speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (
-                f"The model lies on {kind}, which reads {speed / 1e6:.0f} MB/s here: loading, and "
-                f"each expert that is not in memory, waits for that. A copy on this system's own "
-                f"SSD is faster."
+                f"The model is on {kind}, which reads {speed / 1e6:.0f} MB/s. That slows down "
+                f"loading and each expert that is not in memory. Copy the model to an internal "
+                f"SSD."
             )
     return None

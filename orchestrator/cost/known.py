@@ -1,6 +1,8 @@
-"""What known models would be on this machine: the table of `moe-edge plan` without a model. Each is
-planned and predicted as a file of its header is, but for scratch, which is an upper estimate, and
-for products, of which one stands for all of a type."""
+"""Known models on this machine: the table of `moe-edge plan` without a model.
+
+Each model is planned and predicted from its header, as a file would be, with two differences:
+scratch is an upper estimate, and one product stands for all products of a type.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,29 @@ if TYPE_CHECKING:
     from orchestrator.cost.disk import Bandwidth
     from orchestrator.cost.speeds import Speeds
 
-# Tokens a second with which a model runs well: about as fast as a person reads.
+# Tokens per second from which a model runs well: about the reading speed of a person.
 WELL = 5.0
-# Tokens of the longer context.
+# Length of the longer context, in tokens.
 LONG = 8192
 FITS, STREAMS, NOT, NO_ROOM = "fits", "streams", "does not run", "no room"
 
 _FORMAT = "moe-edge known 3"
-# What was found stands while the memory that is free differs by no more from what it was, and so
-# long where other programs disturbed it.
+# A cached table is valid while free memory changes by at most this share. A table that was
+# disturbed by other programs is valid for this many seconds.
 _AS_MUCH, _DISTURBED_S = 0.05, 600.0
-# Tables of so many commands are kept, the latest ones.
+# Number of latest commands whose tables are kept.
 _MOST = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model in one precision. Speeds in tokens a second, behind a short context and behind
-    LONG, None where the context is shorter; first_s: seconds until the first token of the answer to
-    the first prompt. ram_bytes: what it takes of memory, or would take at least. All experts are
-    taken to be used alike, but for tokens_s_skewed, where few are used mostly."""
+    """One model in one precision.
+
+    tokens_s, tokens_s_long: tokens per second after a short context and after LONG tokens, None if
+    the context is shorter. first_s: seconds until the first token of the answer to the first
+    prompt. ram_bytes: the memory that it takes, or the minimum that it needs. Usage of experts is
+    assumed to be uniform; tokens_s_skewed assumes that few experts get most uses.
+    """
 
     model: str
     precision: str
@@ -61,10 +66,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The rows of all models in all precisions, and the machine that they are of: bytes of memory
-    for a model, bytes free on the disk of the user cache, and how fast that is. first_tokens: of
-    the prompts of first_s. disturbed: a sentence, where other programs ran while it was
-    measured."""
+    """The rows of all models in all precisions, and the machine that they are for.
+
+    ram_bytes: memory for a model. free_bytes: free space on the disk of the user cache.
+    disk_bytes_per_s: its speed. first_tokens: length of the prompts of first_s. disturbed: a note
+    if other programs ran during measurements, otherwise empty.
+    """
 
     rows: tuple[Row, ...]
     ram_bytes: int
@@ -76,13 +83,16 @@ class Known:
     disturbed: str
 
     def runs(self, row: Row) -> str:
-        """What a row is here: as it runs, unless the disk has no room for it."""
+        """Return how a row runs here, or NO_ROOM if the disk has too little free space."""
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """One row of each model: the best precision in which it runs well, or else the fastest one
-        that runs, or else the smallest. Those that run well come first, the largest first; then
-        those that run, the fastest first; then the others, the smallest first."""
+        """Return one row per model: the best precision that runs well; otherwise the fastest that
+        runs; otherwise the smallest.
+
+        Models that run well come first, largest first; then those that run, fastest first; then the
+        others, smallest first.
+        """
 
         def order(row: Row) -> tuple[int, float]:
             if row.tokens_s is None or self.runs(row) == NO_ROOM:
@@ -99,9 +109,11 @@ class Known:
 
 
 def known_here(config: Config, begins: Callable[[str, float | None], None]) -> Known:
-    """The table of this machine, as it was kept for such a command, or found now, in some seconds.
-    begins gets what is being done and how far it is. Raises ConfigError for settings of one file,
-    OSError for a disk that cannot be measured, NativeError without the library."""
+    """Return the table for this machine, from the user cache or computed in some seconds.
+
+    begins: called with the current activity and its progress. Raises ConfigError for settings of a
+    single file, OSError for a disk that cannot be measured, NativeError without the library.
+    """
     of_one = ("low", "high_tier", "low_tier")
     named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
     if named:
@@ -126,7 +138,7 @@ def known_here(config: Config, begins: Callable[[str, float | None], None]) -> K
 
 
 def _key(config: Config) -> str:
-    """Of all that the table depends on, but for free memory."""
+    """Return a key for everything that the table depends on, except free memory."""
     from importlib.metadata import version
 
     machine = processor_name(), default_threads()
@@ -134,7 +146,7 @@ def _key(config: Config) -> str:
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:
-    """What was kept, where it still stands."""
+    """Return the cached table if it is still valid."""
     with suppress(TypeError, ValueError, KeyError):
         kept = {name: value for name, value in found.items() if name != "at"}
         rows = tuple(Row(**row) for row in kept["rows"])

@@ -217,8 +217,8 @@ class LossTable:
             )
             low, high = self.fit.spread
             lines.append(
-                f"  Windows of it lose {low:.2f} (a tenth less) to {high:.2f} (a tenth more) of "
-                f"that: estimates are {high:.2f} of it"
+                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) of "
+                f"that; estimates use {high:.2f}"
             )
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
@@ -358,7 +358,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: this is no loss table, or a damaged one: {_AGAIN}")
+    return ConfigError(f"{path}: not a loss table, or damaged: {_AGAIN}")
 
 
 def calibrate_command(model: Path | str) -> str:
@@ -400,7 +400,7 @@ class Foreseen:
     def text(self) -> str:
         """A phrase for the status line; empty if the plan is lossless."""
         if self.kl is None:
-            return f", what it loses from {self.base} no table knows (`moe-edge calibrate`)"
+            return f", quality loss from {self.base} unknown (run `moe-edge calibrate`)"
         if not self.kl:
             return ""
         return f", estimated to lose {self.kl:.2g} nats a token from {self.base}"
@@ -470,7 +470,7 @@ class LossModel:
             missing = f"lacks one of {', '.join(tiers)}"
             if self._named is not None:
                 raise ConfigError(f"--losses {self._named} {missing}: calibrate with all of them")
-            self.note = f"The loss table beside the model {missing}: nominal losses are used."
+            self.note = f"The model's loss table {missing}: nominal losses are used."
         return losses
 
     def estimate(self, tiers: Sequence[str], base: str | None = None) -> KlEstimate | None:

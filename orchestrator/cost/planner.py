@@ -185,8 +185,8 @@ class Planner:
                 ]
             if max(found, default=0.0) >= _WORTH_SAYING:
                 return (
-                    f"It loses nothing. With {declared.flag} {usual:g} it would answer about "
-                    f"{max(found):.1f} times as fast here."
+                    f"Lossless. {declared.flag} {usual:g} would be about {max(found):.1f}x as fast "
+                    f"on this machine."
                 )
         return None
 
@@ -258,7 +258,7 @@ class Planner:
             runs = self.runs(config)
             with self.times() as times:
                 only = self.candidate(times, runs)
-                why = f"{only.label}: what --policy asks for."
+                why = f"{only.label}: chosen by --policy."
                 return Frontier((only,), only, why, disturbed=times.speeds.disturbed)
         check_unused(config.with_changes(losses=None))
         return self._frontier(config)

@@ -17,7 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
-# Plans whose predicted times differ by less count as equally fast; the one with the least loss wins.
+# Plans whose predicted times differ by less count as equally fast; the least loss decides.
 AS_FAST = 1.02
 # A lossless plan replaces the default if it is faster by this factor.
 CLEARLY_FASTER = 1.05
@@ -140,14 +140,14 @@ class Frontier:
             if taken is not default:
                 reason = f"lossless, and {_ahead(taken, default)} {default.label}"
             elif taken.kl != 0.0:
-                reason = "what the options ask for"
+                reason = "as the options request"
             else:
-                reason = "lossless, as nothing less is asked for"
+                reason = "lossless, because no option allows a loss"
                 first = min(_equals(taken, shown), key=lambda each: each.token_ms)
                 if may_switch and first.token_ms < taken.token_ms:
                     reason += (
-                        f"; {first.label} is predicted to be {_ahead(first, taken)} it, and takes "
-                        f"its place from {CLEARLY_FASTER - 1:.0%} on"
+                        f"; {first.label} is predicted to be {_ahead(first, taken)} it, and would "
+                        f"replace it from {CLEARLY_FASTER - 1:.0%} on"
                     )
         kl = "" if taken.kl is None else f", {'estimated ' * bool(taken.kl)}{taken.kl:.2g} nats"
         what = f"{taken.label} ({taken.token_ms:.1f} ms a token{kl})"
@@ -174,7 +174,7 @@ def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
 def behind_text(token_ms: Mapping[str, float]) -> str:
     """Return a sentence about a plan's speed as its context fills; empty without figures. token_ms:
     Candidate.token_ms_behind."""
-    said = [f"{1e3 / took:.1f} behind {n}" for n, took in token_ms.items()]
+    said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
 

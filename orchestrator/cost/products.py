@@ -1,5 +1,5 @@
-"""How long this processor takes for the products of a model: ggml computes them, with its own
-kernels over weights that no cache holds."""
+"""Timings of a model's matrix products on this processor, with ggml's own kernels and weights that
+exceed all caches."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from gguf_tools.process import Disturbance
 from orchestrator.errors import NativeError
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 
-# Weights of one timing, together: more than the caches of a processor hold.
+# Total weights of one timing, more than the caches of a processor hold.
 POOL_BYTES = 96 * 2**20
 _MOST_MATRICES = 256
-# A timing is of so many runs at least, or of as many as fit the longer time. What is short runs for
-# the shorter time, which outlasts what interrupts it.
+# A timing ends after _RUNS runs and _LEAST_SECONDS, or after TIMING_S. _LEAST_SECONDS exceeds a
+# typical interruption.
 _RUNS, _LEAST_SECONDS, TIMING_S = 7, 0.02, 0.1
 # The machine is quiet while threads wait for a core for less than this share of the time.
 QUIET_SHARE = 0.1
 # Experts that a token uses in one timing, and nodes of a chain.
 _USED, _CHAIN = 8, 64
-# Layers whose keys and values one timing goes through, where it is of one query.
+# Maximum number of layers in one attention timing with one query.
 _MOST_LAYERS = 48
-# Every byte of weights and inputs: an ordinary number in each type.
+# The byte that fills weights and inputs; it makes an ordinary number in each type.
 _FILL = 0x3C
 _F16_BYTES = 2
 _SUCCESS = 0
 
 
 class Product(NamedTuple):
-    """One matrix of weights times some rows of activations.
+    """One weight matrix times some rows of activations.
 
-    type: of ggml. n_in, n_out: numbers of a row, and rows of the matrix. rows: of activations.
-    repacked: in upstream's repacked layout. routed: as one of several experts in one operation.
-    in_slots: the weights lie in huge pages, as slots do.
+    type: the ggml type. n_in, n_out: length of a row, and rows of the matrix. rows: rows of
+    activations. repacked: in llama.cpp's repacked layout. routed: as one of several experts in one
+    operation. in_slots: the weights are in huge pages, as in slots.
     """
 
     type: GGMLType
@@ -53,20 +53,20 @@ class Product(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """The bytes of the weights."""
         return row_bytes(self.type, self.n_in) * self.n_out
 
 
 class Small(NamedTuple):
-    """An operation without weights over so many rows of so many numbers, as a norm is."""
+    """An operation without weights, such as a norm, over `rows` rows of `n` numbers."""
 
     n: int
     rows: int
 
 
 class Attention(NamedTuple):
-    """Rows of queries over cells of keys and values in 16 bits: one layer's attention. They lie as
-    in llama.cpp's cache, all heads of a cell side by side."""
+    """Attention of one layer: `rows` queries over `cells` keys and values in 16 bits. They are laid
+    out as in llama.cpp's KV cache, with all heads of a cell adjacent."""
 
     n_head: int
     n_head_kv: int
@@ -81,7 +81,7 @@ _CONTEXT_BYTES = 4 * 2**20
 
 
 class Timer(GgmlFunctions, Closing):
-    """Times products with so many threads. Close it."""
+    """Times products with a number of threads. Close it after use."""
 
     def __init__(
         self,
@@ -90,9 +90,8 @@ class Timer(GgmlFunctions, Closing):
         pool_bytes: int = POOL_BYTES,
         seconds: float = TIMING_S,
     ) -> None:
-        """pool_bytes: weights of one timing; where a processor's cache holds them, products seem
-        faster than they are. seconds: of one timing, unless enough runs take less. Raises
-        NativeError."""
+        """pool_bytes: weights of one timing; if they fit a processor cache, products seem too fast.
+        seconds: duration of one timing, unless enough runs take less. Raises NativeError."""
         super().__init__(lib)
         self._pool_bytes, self._seconds = pool_bytes, seconds
         self._backend: int = self.backend_cpu_init()
@@ -103,7 +102,7 @@ class Timer(GgmlFunctions, Closing):
         self._repack = self._repacked_type()
 
     def _repacked_type(self) -> int | None:
-        """Upstream's buffer type of repacked weights, None where there is none."""
+        """Return llama.cpp's buffer type of repacked weights, or None if the processor has none."""
         reg = self.backend_cpu_reg()
         address = self.backend_reg_get_proc_address(reg, b"ggml_backend_dev_get_extra_bufts")
         if not address:
@@ -119,8 +118,8 @@ class Timer(GgmlFunctions, Closing):
         return None
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Of a product, an operation, or an attention, once. Takes pool_bytes of memory and some
-        MiB meanwhile. Raises NativeError where it cannot be computed."""
+        """Return the seconds of one product, operation or attention. Takes pool_bytes and some MiB
+        of memory meanwhile. Raises NativeError if it cannot be computed."""
         if isinstance(what, Small):
             return self._small(what)
         if isinstance(what, Attention):
@@ -173,8 +172,8 @@ class Timer(GgmlFunctions, Closing):
             return self._time(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
-        """Of one query in each of several layers, between which a token's weights have gone through
-        all caches: so many that no cache holds their keys and values."""
+        """Time one query in each of several layers, so many that no cache holds their keys and
+        values. During a real token, the weights evict them from the caches between layers."""
         lengths = what.key_length, what.value_length
         layer_bytes = what.cells * what.n_head_kv * sum(lengths) * _F16_BYTES
         n = max(2, min(_MOST_LAYERS, self._pool_bytes // layer_bytes)) if what.rows == 1 else 1
@@ -189,7 +188,7 @@ class Timer(GgmlFunctions, Closing):
             return self._time(context, ops)
 
     def _cached(self, context: int, length: int, what: Attention) -> int:
-        """Keys or values of so many numbers: a view of them by heads."""
+        """Return keys or values with `length` numbers per head, as a view by heads."""
         head, n = length * _F16_BYTES, what.n_head_kv
         whole = self.new_tensor_2d(context, GGMLType.F16, length * n, what.cells)
         found: int = self.view_3d(context, whole, length, what.cells, n, n * head, head, 0)
@@ -215,9 +214,11 @@ class Timer(GgmlFunctions, Closing):
         self.backend_buffer_clear(buffer, _FILL)
 
     def _time(self, context: int, ops: list[int]) -> float:
-        """Seconds of one of these operations, which are one graph. A half of the runs took less, as
-        of tokens; on a machine that is not quiet a tenth, since nine of ten runs may have been
-        interrupted there."""
+        """Return the seconds of one of these operations, which form one graph.
+
+        It is the median of the runs; on a busy machine the tenth percentile, because nine of ten
+        runs may have been interrupted there.
+        """
         graph = self.new_graph(context)
         for op in ops:
             self.build_forward_expand(graph, op)
@@ -234,14 +235,14 @@ class Timer(GgmlFunctions, Closing):
         return sorted(times)[len(times) // below] / len(ops)
 
     def close(self) -> None:
-        """Frees the backend; safe to call twice."""
+        """Free the backend. Safe to call twice."""
         if self._backend:
             self.backend_free(self._backend)
         self._backend = 0
 
 
 def _ask_for_huge_pages(base: int, n_bytes: int) -> None:
-    """Of memory that nobody has written to yet, as the store asks for its slots."""
+    """Request huge pages for memory that has not been written yet, as the store does for slots."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     first = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE

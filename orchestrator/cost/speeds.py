@@ -1,10 +1,9 @@
-"""How fast this machine computes a model, measured at several moments and kept: what predictions
-of time are made of.
+"""Compute speed of this machine, measured at several moments and kept: the basis of time
+predictions.
 
-Other work makes a product slower, and nothing makes it faster. So the least of its timings stands.
-One moment cannot tell whether it was disturbed. So a product is timed again at another one, until
-two timings of a quiet machine agree. A machine that got slower is believed when the timings from
-before are old.
+Other programs can only slow a product down. So the minimum of its timings counts. A single timing
+cannot show whether it was disturbed. So a product is timed again at later moments, until two
+timings on a quiet machine agree. If the machine becomes slower, its old timings expire.
 """
 
 from __future__ import annotations
@@ -42,58 +41,57 @@ from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
 
 DISTURBED = (
-    "Other programs kept the processor busy while its speed was measured, so that predictions may "
-    "be too slow. What is run next measures again."
+    "Other programs used the processor while its speed was measured, so predictions may be too "
+    "slow. The next run measures again."
 )
-# Timings agree when they are so close to the least one.
+# Timings agree if they are within this factor of the minimum.
 AGREE = 1.2
-# What is timed again sooner is the same moment.
+# Timings less than this many seconds apart count as one moment.
 APART_S = 600.0
-# So many moments are kept, and after as many quiet ones nothing is timed until timings of that age
-# are dropped.
+# Maximum number of moments per product, and the age in seconds at which timings expire. A product
+# with that many quiet timings is not timed again until some expire.
 MOST_MOMENTS = 6
 OLD_S = 30 * 86400.0
 
-# Rows of activations for which costs are known; between them they grow evenly, and beyond the last
-# one with the rows.
+# Rows of activations for which costs are measured. Costs are interpolated linearly between them,
+# and are proportional to the rows beyond the last one.
 ROWS = (1, 4, 16, 64, 256)
-# In which layout experts are computed: as in the file; in slots in the CPU's own layout; as
-# upstream repacks them, where it multiplies them row by row.
+# Layouts of experts: as in the file; in slots in the CPU's own layout; as llama.cpp repacks them,
+# which it multiplies row by row.
 FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
 # The second form: timings are what half of the runs took, with keys and values that no cache holds.
 _FORMAT = "moe-edge speed 2"
-# A timing during which threads waited for a core is tried again: so often, and all together.
+# Maximum repetitions of a timing during which threads waited for a core: per timing, and in total.
 _TRIES, _REPEATS = 3, 30
-# So often what a token of an answer takes is timed in turns: this machine's speed changes within
-# seconds, and a token goes through all of them.
+# Number of rounds for the operations of an answer's token. A machine's speed changes within
+# seconds, so the operations are timed in turns.
 _ROUNDS = 3
-# From so many rows on, slots in the CPU's own layout may be multiplied by tiles, as plain rows are:
-# the least number of patches/native/moe-edge-layout.cpp. With fewer than the second one, rows go
-# one by one.
+# Minimum rows for tiles, as with plain rows, in the CPU's own layout (see
+# patches/native/moe-edge-layout.cpp), and minimum rows for matrix products. With fewer rows, rows
+# are multiplied one by one.
 _TILES_FROM, _GEMM_LEAST = 8, 4
-# Small operations of a layer, beside one for each expert that a token uses: norms, rotations, the
-# router's choice, copies into the cache.
+# Small operations of a layer, in addition to one for each expert that a token uses: norms,
+# rotations, the router, copies into the KV cache.
 _NODES = 32
-# What is no product, in such operations: a step (0.10 to 0.18 ms of the demo, whose operation takes
-# 0.6 us, 0.33 to 0.46 of Qwen3-30B's and OLMoE's shapes, whose takes 2), and a policy that decides
-# about a layer (26 to 34 us there).
+# Overhead in units of small operations: of a step (0.10 to 0.18 ms for the demo, whose operation
+# takes 0.6 us; 0.33 to 0.46 ms for the shapes of Qwen3-30B and OLMoE, whose operation takes 2 us),
+# and of a policy's decision for a layer (26 to 34 us there).
 _STEP_NODES, _ASKED_NODES = 200, 16
-# The choice of a token, in operations over the vocabulary: two at 50,000 and 150,000 tokens.
+# Sampling of a token, in operations over the vocabulary: two for 50,000 and for 150,000 tokens.
 _CHOICE_NODES = 2
-# The matrix that stands for all dense ones of a type.
+# Maximum rows of the matrix that represents all dense matrices of a type.
 _DENSE_ROWS = 4096
 _CELLS = 512
-# Numbers of the small operations that stand for others: over a model's width, and over its
-# vocabulary.
+# Lengths of representative small operations: over a model's width, and over its vocabulary.
 _WIDE, _MANY = 4096, 131072
-# More rows than these take as many times as long. Seconds of a timing.
+# For rough timings: maximum rows, beyond which time is proportional, and seconds of a timing.
 _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """seconds: of the product. at: when, in seconds of the system's clock. quiet: hardly anything
-    else ran."""
+    """One timing. seconds: of the product. at: system time in seconds. quiet: hardly any other
+    program ran."""
 
     seconds: float
     at: float
@@ -101,10 +99,10 @@ class Timing(NamedTuple):
 
 
 class Timings:
-    """The timings of each product, by its key, as they are `now`."""
+    """The timings of each product, by its key, at the time `now`."""
 
     def __init__(self, now: float, of: Mapping[str, Iterable[Timing]] | None = None) -> None:
-        """of: what was kept. What is old, or of a time to come, is dropped."""
+        """of: stored timings. Expired timings and those from the future are dropped."""
         self._now = now
         self.of: dict[str, list[Timing]] = {}
         for key, kept in (of or {}).items():
@@ -114,24 +112,28 @@ class Timings:
 
     @classmethod
     def load(cls, path: Path, form: str, now: float) -> Timings:
-        """Of what save() kept in this form; nothing where that is damaged or not to be had."""
+        """Read the timings that save() stored in this format; empty if the file is missing or
+        damaged."""
         known = recalled(path, form, "timings")
         with suppress(TypeError, ValueError):
             return cls(now, {key: [_read(*each) for each in kept] for key, kept in known.items()})
         return cls(now)
 
     def save(self, path: Path, form: str) -> None:
-        """Keeps them in a file, where it can be written."""
+        """Store the timings in a file. Write errors are ignored."""
         keep(path, form, "timings", self.of)
 
     def least(self, key: str) -> float | None:
-        """The seconds that stand for a product, None where it was never timed."""
+        """Return the minimum seconds of a product; None if it was never timed."""
         kept = self.of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
     def is_due(self, key: str, alike: int = 2) -> bool:
-        """Whether to time it now: there is nothing of a quiet machine, or not so many timings that
-        agree, and then the last timing is some time ago."""
+        """Whether to time a product now.
+
+        A product is due if it has no timing on a quiet machine, or if fewer than `alike` timings
+        agree and the last one is at least APART_S seconds ago.
+        """
         kept = self.of.get(key, [])
         another = not kept or self._now - kept[-1].at >= APART_S
         quiet = sum(each.quiet for each in kept)
@@ -142,11 +144,11 @@ class Timings:
         return another and agreeing < alike and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
-        """Whether any of its timings is of a quiet machine."""
+        """Whether any timing of a product was on a quiet machine."""
         return any(each.quiet for each in self.of.get(key, ()))
 
     def add(self, key: str, seconds: float, quiet: bool) -> None:
-        """A timing of now. Of two of the same moment the lesser one stays."""
+        """Add a timing made now. Of two timings of the same moment, the smaller one stays."""
         kept = self.of.setdefault(key, [])
         if kept and self._now - kept[-1].at < APART_S:
             last = kept.pop()
@@ -154,12 +156,12 @@ class Timings:
         else:
             kept.append(Timing(seconds, self._now, quiet))
         if len(kept) > MOST_MOMENTS:
-            # The present one stays, which says when it was timed last.
+            # The current timing stays, because it records when the product was last timed.
             kept.remove(max(kept[:-1], key=lambda each: (not each.quiet, each.seconds)))
 
 
 def _read(seconds: object, at: object, quiet: object) -> Timing:
-    """Raises ValueError for what is no timing."""
+    """Parse a timing. Raises ValueError for invalid values."""
     times = isinstance(seconds, float) and isinstance(at, float) and isinstance(quiet, bool)
     if not (times and 0.0 < seconds < 1e6):  # type: ignore[operator]
         raise ValueError
@@ -168,14 +170,14 @@ def _read(seconds: object, at: object, quiet: object) -> Timing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that the parts of a model take on one machine, for each number of ROWS.
+    """Seconds that the parts of a model take on one machine, for each number in ROWS.
 
-    expert_s: float64 [n_layers, n_tiers, len(ROWS)], one expert with so many rows; expert_bytes:
-    int64 [n_layers, n_tiers], what reading it moves. dense_s: float64 [len(ROWS)], all other
-    weights and the small operations with so many tokens, but for output_s, the product with the
-    vocabulary for one token. attention_s: all layers, for one token and one cell of the cache,
-    alone and among many tokens. step_s: what a step takes besides: its batch, the choice of a
-    token, the text. asked_s: what a policy takes that is asked about a layer.
+    expert_s: one expert with that many rows, float64 [n_layers, n_tiers, len(ROWS)]. expert_bytes:
+    the bytes of one read, int64 [n_layers, n_tiers]. dense_s: all other weights and small
+    operations for that many tokens, without output_s, float64 [len(ROWS)]. output_s: the product
+    with the vocabulary for one token. attention_s: all layers, per token and KV cell, for a single
+    token and among many tokens. step_s: the rest of a step: batch, sampling and text. asked_s: a
+    policy's decision for a layer.
     """
 
     expert_s: np.ndarray
@@ -194,8 +196,9 @@ class Costs:
 class Speeds(Closing):
     """Seconds of products and operations on this machine, measured or from the user cache.
 
-    What stands in the cache is the least of timings at several moments, as `Timings` says. While
-    none of them was confirmed, each use at another moment times it again."""
+    The cached value is the minimum of timings at several moments (see `Timings`). Until timings
+    agree, each use at a new moment measures again.
+    """
 
     def __init__(
         self,
@@ -205,16 +208,16 @@ class Speeds(Closing):
         measures: bool = True,
         rough: bool = False,
     ) -> None:
-        """pool_bytes: weights that a timing may take, POOL_BYTES at most; with fewer its figures
-        are not kept. measures: else there is NativeError for what was not measured before. rough:
-        of models that are not here. One product of each type and layout stands for all of them, by
-        their bytes, of up to _ROUGH_ROWS rows, and is timed once."""
+        """pool_bytes: weights that a timing may take, at most POOL_BYTES; results with fewer are
+        not kept. measures: if False, a product that was not measured before raises NativeError.
+        rough: for models that are not on this machine, one product of each type and layout stands
+        for all of them, scaled by bytes, with up to _ROUGH_ROWS rows, and is timed once."""
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
         self._measures, self._rough = measures, rough
         self._kept = Timings.load(self._path, _FORMAT, time())
         self._used: dict[str, float] = {}
-        # Of each round, and whether the machine was quiet.
+        # (seconds, whether the machine was quiet) of each round.
         self._measured: dict[str, list[tuple[float, bool]]] = {}
         self._once: dict[str, Product | Small | Attention] = {}  # of a token, timed in one round
         self._repeats = 0 if rough else _REPEATS
@@ -227,7 +230,8 @@ class Speeds(Closing):
         return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """As Timer.seconds, at most once for each but for `again`. Raises NativeError."""
+        """Return the seconds of a product or operation. Each is timed at most once, apart from
+        `again`. Raises NativeError."""
         what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
@@ -243,8 +247,8 @@ class Speeds(Closing):
         return self._used[key] * scale
 
     def again(self) -> bool:
-        """Times in further rounds what was timed since the last call and is of one token of an
-        answer. Returns whether there was any. Raises NativeError."""
+        """Time all single-token operations since the last call in further rounds. Returns whether
+        there were any. Raises NativeError."""
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
             for key, what in once.items():
@@ -253,15 +257,15 @@ class Speeds(Closing):
         return bool(once)
 
     def _standing(self, key: str) -> float:
-        """What stands for something that was timed: the least of its moments, of which the present
-        one counts by the middle of its rounds."""
+        """Return the value of a timed operation: the minimum over the stored timings and the median
+        of the current rounds."""
         known = self._kept.least(key)
         now, _ = _middle(self._measured[key])
         return now if known is None else min(now, known)
 
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        """(seconds, whether the machine was quiet) of the first timing on a quiet machine, or of
-        the least of some others."""
+        """Return (seconds, whether the machine was quiet) of the first timing on a quiet machine,
+        or of the minimum of several others."""
         if not self._measures:
             raise NativeError(f"{what} was not measured on this machine yet")
         timer = self._timer = self._timer or Timer(
@@ -285,27 +289,25 @@ class Speeds(Closing):
 
     @property
     def disturbed(self) -> bool:
-        """Whether something that was asked for was timed beside other programs alone, as far as
-        the system tells."""
+        """Whether some operation was timed only while other programs ran."""
         now = {key for key, rounds in self._measured.items() if _middle(rounds)[1]}
         before = set(filter(self._kept.was_quiet, self._used))
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """What the parts of a model take here, with its experts in these tiers of the file and in
-        one layout: FILE, OWN or UPSTREAM. Measures what is not known yet, for some seconds. Raises
-        NativeError."""
+        """Return the costs of a model's parts with its experts in these tiers and one layout: FILE,
+        OWN or UPSTREAM. Measures missing timings, for some seconds. Raises NativeError."""
         found = self._costs(model, tiers, layout)
         return self._costs(model, tiers, layout) if self.again() else found
 
     def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """As costs, with each thing timed once."""
+        """Return the costs with each operation timed once."""
         interleaves = self._bindings.library().interleaves
 
         def product(info: Product) -> float:
-            """Of an expert in its layout. All are timed in the memory of slots: on upstream's path
-            small pages cost about what the tables of slots cost here, and neither is counted, so
-            that the two paths compare."""
+            """Return the seconds of an expert's product in its layout. All products are timed in
+            huge pages, as in slots. On llama.cpp's own path, small pages cost about as much as the
+            slot tables do here; neither is counted, so the two paths are comparable."""
             kind, n_in, n_out, rows = info[:4]
             plain = info._replace(routed=True, in_slots=True)
             if layout == FILE or not interleaves(kind, n_in, n_out):
@@ -336,8 +338,8 @@ class Speeds(Closing):
         return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
     def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
-        """(dense_s, output_s) of Costs: by the bytes of each type, from one matrix of it. Dense
-        weights are repacked where experts are not as in the file."""
+        """Return (dense_s, output_s) of Costs, from one matrix of each type scaled by bytes. Dense
+        weights are repacked unless the layout is FILE."""
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)
         output = tensors.pop(OUTPUT, None) or tensors.pop(EMBEDDINGS, None)
@@ -358,7 +360,7 @@ class Speeds(Closing):
                 return self.seconds(stands) * scale
             found = self.seconds(stands._replace(repacked=True))
             if layout == OWN and rows >= _TILES_FROM:
-                # Tiles of plain rows are what an expert has that each token was routed to.
+                # Tiles of plain rows are timed as an expert that every token is routed to.
                 found = min(found, self.seconds(stands._replace(routed=True)))
             return found * scale
 
@@ -370,13 +372,13 @@ class Speeds(Closing):
         return np.array(dense) + nodes * small, output_s
 
     def _besides_seconds(self, model: ExpertModel) -> tuple[float, float]:
-        """(step_s, asked_s) of Costs."""
+        """Return (step_s, asked_s) of Costs."""
         small = self.seconds(Small(model.hparams.embedding_length, 1))
         choice = self.seconds(Small(max(1, vocabulary_size(model)), 1))
         return _STEP_NODES * small + _CHOICE_NODES * choice, _ASKED_NODES * small
 
     def _attention_seconds(self, model: ExpertModel) -> tuple[float, float]:
-        """attention_s of Costs."""
+        """Return attention_s of Costs."""
         hparams = model.hparams
         found = []
         for rows in (1, 64):
@@ -391,7 +393,7 @@ class Speeds(Closing):
         return found[0], found[1]
 
     def close(self) -> None:
-        """Keeps what was measured, where the user cache can be written."""
+        """Store the measurements in the user cache. Write errors are ignored."""
         if self._timer is not None:
             self._timer.close()
         if self._measured and self._pool_bytes >= POOL_BYTES:
@@ -403,7 +405,8 @@ class Speeds(Closing):
 
 
 def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:
-    """What is timed in the place of a product or an operation, and how many times it takes that."""
+    """Return the operation that is timed instead of this one, and the factor between their
+    times."""
     if what.rows > _ROUGH_ROWS:
         stands, scale = _stands_for(what._replace(rows=_ROUGH_ROWS))
         return stands, scale * what.rows / _ROUGH_ROWS
@@ -420,8 +423,8 @@ def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | At
 
 
 def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
-    """(seconds, quiet): the middle of the rounds on a quiet machine, where there are any, or else
-    the least of all."""
+    """Return (seconds, quiet): the median of the rounds on a quiet machine, or else the minimum of
+    all rounds."""
     quiet = [seconds for seconds, was_quiet in rounds if was_quiet]
     if quiet:
         return statistics.median(quiet), True
@@ -429,7 +432,8 @@ def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
 
 
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
-    """All matrices but the experts', of the model proper, by name; a second file repeats them."""
+    """Return all matrices of the model except the experts, by name. Further files of a model repeat
+    them."""
     found: dict[str, TensorInfo] = {}
     for part in model.parts:
         for info in part.tensors.values():

@@ -1,8 +1,8 @@
 """Predicted seconds of a token and of a prompt under a plan, computed from the measurements of
 `orchestrator.cost.speeds` and `orchestrator.cost.disk`.
 
-A token passes the layers in sequence. Of a layer's k experts, m are misses, with a binomial
-distribution. Resident experts are computed while the missing ones are read:
+A token passes the layers in sequence. The number m of misses among a layer's k experts has a
+binomial distribution. Resident experts are computed while the missing ones are read:
 
     T = step + output + cells * attention
         + sum of a + E[ max(d + max(E, R((1 - f) m) + E / 3k), R((1 + w) m)) ]
@@ -330,8 +330,8 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
-    """Return the memory that measurements may use temporarily before a model is loaded: most of
-    what the cap leaves beside the process."""
+    """Return the memory that measurements may use temporarily before a model is loaded: most of the
+    cap, after the process."""
     free = probe().memory_bytes
     left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)

@@ -142,7 +142,7 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
 
 
 def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
-    """Choose the policy and its tiers where the user left them open.
+    """Choose the policy and its tiers, unless the user named them.
 
     Without --policy, the policy is the baseline if every expert fits the slots and no lower
     precision or policy setting was given, otherwise the default. Every expert is in the best tier

@@ -1,4 +1,4 @@
-"""How much memory a model takes: its scratch, what it leaves for experts, and slots for these."""
+"""Memory footprint of a model: scratch, KV copies, process memory, and slot sizes."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from orchestrator.config import Config
 from orchestrator.memory.request import PlanRequest
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
-# Everything that is neither weights nor KV nor growing with the batch: the interpreter,
-# numpy, the libraries, thread stacks, tables; and, for each token of the vocabulary, its
-# copies in Python and in llama.cpp. Measured: 59 to 62 MiB, the pages of libraries among them;
-# 2 more where Python's modules had to be compiled first, and 3 where the kernel gives huge pages
-# unasked. 240 bytes of the vocabulary without merges. Beside a GPU, its driver has memory of its
-# own in the process.
+# Process memory apart from weights, KV cache and batches: the interpreter, numpy, libraries, thread
+# stacks and tables; and per token of the vocabulary, its copies in Python and llama.cpp. Measured:
+# 59 to 62 MiB including pages of libraries; 2 MiB more if Python had to compile modules, and 3 MiB
+# more if the kernel uses huge pages by default. 240 bytes per token without merges. With a GPU, the
+# driver uses additional memory in the process.
 PROCESS_BYTES = 67 * 2**20
 GPU_PROCESS_BYTES = 96 * 2**20
 VOCAB_TOKEN_BYTES = 600
 
-# cuBLAS with its workspace (32 MiB on Hopper), what kernels of a product need to meet, tables.
+# cuBLAS with its workspace (32 MiB on Hopper), synchronisation buffers of kernels, and tables.
 LIBRARY_BYTES = 64 * 2**20
-# What a number in half precision takes of ggml's pool of a GPU, which grows by more than is asked.
+# Bytes per half-precision number in ggml's GPU pool, which allocates more than requested.
 POOLED_HALF_BYTES = 2.1
 
-# Of what is left for experts, prompts that were read before may take this share, and this many
-# marks in a sequence whose memory cannot be cut.
+# The share of the memory left for experts that the prompt cache may take, and the number of
+# checkpoints of a sequence whose memory cannot be truncated.
 PROMPT_SHARE = 1 / 32
 PROMPT_MARKS = 6
 
-# Of a row that a product of experts multiplies: a number in 8 bits with its block's scales and
-# sums, and the row's place.
+# Bytes per number of an input row of an expert product (8 bits with the block's scales and sums),
+# and bytes per row for its index.
 ROW_WEIGHT_BYTES = 292 / 256
 ROW_PLACE_BYTES = 16
 
-# What the logits of a part of a prompt that is scored may take.
+# Maximum size of the logits of one part of a scored prompt.
 SCORING_BYTES = 16 * 2**20
 
-# The context where none is asked for and memory is short.
+# The default context if memory is short.
 LEAST_CONTEXT = 4096
 
-# Tokens of a prompt that are computed at once, where that was not asked for.
+# Possible micro-batch sizes, in tokens, if --ubatch is not set.
 SIZES = (512, 1024, 2048, 4096)
 
 
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
-    """Of how many tokens of one sequence a step may have the logits, in a vocabulary of so many. A
-    token's logits are there twice: in the scratch, and where they are read."""
+    """Return the maximum number of tokens per sequence whose logits a step may compute. Logits are
+    stored twice: in the scratch, and in the output buffer."""
     if request.config.logits_all:
         return n_ubatch
     return max(1, min(n_ubatch, request.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
 
 
 def vocabulary_size(model: ExpertModel) -> int:
-    """Tokens that the model's vocabulary lists; MetadataError where it is no list."""
+    """Return the number of tokens in the model's vocabulary. Raises MetadataError if it is not a
+    list."""
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
 
 
@@ -70,17 +70,17 @@ def compute_bytes(
     n_tokens: int,
     graph_bytes: int | None = None,
 ) -> int:
-    """What one micro-batch takes: llama.cpp's scratch, the logits beside it, what products take of
-    the CPU, and token importance where that may lower anything.
+    """Return the memory of one micro-batch: llama.cpp's scratch, logits, work buffers of products,
+    and token importance if the policy may lower experts.
 
-    graph_bytes: the scratch as llama.cpp itself counts it, without token importance. It leaves out
-    what the widest product of experts keeps of its inputs in the CPU's work buffer: rows in blocks
-    of 8 bits, in two layouts where precisions differ in what they multiply with, and their places.
+    graph_bytes: the scratch as llama.cpp counts it, without token importance. It does not include
+    the CPU's work buffer of the widest expert product: inputs in 8-bit blocks (in two formats if
+    tiers need different ones) and row indices.
 
-    None for an upper estimate. Per token, in float32: the attention mask over the context, in half
-    precision where attention is flash, else in two precisions; the residual stream; the larger of
-    attention's rows and the two sets of rows of the k experts that live at once, and their
-    quantized copies.
+    If graph_bytes is None, the result is an upper estimate. Per token, in float32: the attention
+    mask over the context (in half precision with flash attention, otherwise in two precisions); the
+    residual stream; the larger of attention's rows and the two sets of rows of the k experts that
+    are live at once, with their quantized copies.
     """
     config, hparams = request.config, model.hparams
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
@@ -101,8 +101,8 @@ def compute_bytes(
     policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
     if policy is None or not policy.wants.importance or not config.asks_less(policy):
         return graph_bytes + beside
-    # The attention weights of the queries that it is taken from, of as many prompts as a step may
-    # have; and the queries and keys of a batch and its residual stream, which live longer for it.
+    # Attention weights of the queries that determine importance, for as many prompts as a step may
+    # have; and the queries, keys and residual stream of a batch, which live longer for it.
     window = min(n_tokens, config.importance_window * (1 + request.sequences))
     queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
     lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
@@ -110,8 +110,9 @@ def compute_bytes(
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
-    """An upper estimate of what a mark takes in a sequence whose memory cannot be cut: the states
-    of recurrent layers in float32, and what a window sees in all layers. 0 for other models."""
+    """Return an upper estimate of a checkpoint's size for a sequence whose memory cannot be
+    truncated: float32 states of recurrent layers, and the attention window of all layers. 0 for
+    other models."""
 
     def number(name: str) -> int:
         value = model.metadata.get(f"{model.hparams.arch}.{name}", 0)
@@ -125,8 +126,8 @@ def part_bytes(model: ExpertModel, config: Config) -> int:
 
 
 def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """What llama.cpp takes while it writes a sequence to a file or reads it: the keys or values of
-    one layer, at most."""
+    """Return the maximum buffer of llama.cpp while it writes a sequence to a file or reads it: keys
+    or values of one layer."""
     layers = len(model.hparams.n_head_kv)
     return model.kv_bytes(n_ctx, config.kv) // layers if config.prompt_cache else 0
 
@@ -134,13 +135,14 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool
 ) -> int:
-    """What a device takes beside what is counted of its scratch, at most: libraries, the rows of a
-    product of experts in 8 bits, and what attention makes.
+    """Return the maximum device memory beyond the counted scratch: libraries, 8-bit rows of an
+    expert product, and attention buffers.
 
-    That is nothing where it is flash and the cache in 16 bits, one layer's keys and values in half
-    precision where the cache is in 8, else its weights in single and half precision, and the mask
-    in two. What is in half precision grows with the context. piles: what was taken for a shorter
-    one stays; else the most is taken at once.
+    Attention needs no buffers with flash attention and a 16-bit KV cache. With an 8-bit cache, it
+    needs one layer's keys and values in half precision. Without flash attention, it needs its
+    weights in single and half precision, and the mask in two precisions. Half-precision buffers
+    grow with the context. piles: buffers for shorter contexts stay allocated; otherwise only the
+    maximum is allocated.
     """
     hparams, made, halves = model.hparams, exchange_bytes(model, n_tokens) // 4, 0
     if not flash:
@@ -154,20 +156,20 @@ def kernel_bytes(
 
 
 def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
-    """What the process takes for a model whose weights, cache and scratch are elsewhere."""
+    """Return the process memory, without weights, KV cache and scratch."""
     own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.beside
     return own + (VOCAB_TOKEN_BYTES + request.beside_token) * vocabulary_size(model)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
-    """Rows of a layer that the host computes for a device: inputs and results of each expert of so
-    many tokens."""
+    """Return the bytes of a layer's rows that the host computes for a device: inputs and results of
+    each expert for n_tokens tokens."""
     longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest
 
 
 class Experts(Protocol):
-    """What ExpertModel and a recorded trace both know of a model."""
+    """The properties of a model that ExpertModel and a recorded trace share."""
 
     @property
     def n_expert(self) -> int: ...
@@ -182,8 +184,8 @@ class Experts(Protocol):
 def model_shape(
     model: Experts, tiers: tuple[int, ...], shapes: Sequence[LayerShapes] = ()
 ) -> ModelShape:
-    """The model as policies see it, reduced to some of its tiers, with slots in the host's memory.
-    shapes: of a model whose slots are in a device's memory, or in the host's behind it."""
+    """Return the model as policies see it, reduced to some of its tiers, with slots in host memory.
+    shapes: given for a model with slots in device memory, or in host memory next to a device."""
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:
         return tuple(

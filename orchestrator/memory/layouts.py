@@ -1,5 +1,5 @@
-"""How slots hold experts: as in the file, or in the CPU's own layout, in which eight rows of a
-matrix are interleaved for upstream's repacked kernels; and what the host takes to compute them."""
+"""Layout of experts in slots: as in the file, or in the CPU's own layout, which interleaves eight
+rows for llama.cpp's repacked kernels. Also the compute times of the host."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from orchestrator.memory.machine import AUTO
 from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Library, ProductTime, Slices, StoreSpec
 
-# A type and a shape of experts to what their product takes.
+# Returns the time of a product of experts from their type and shape.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
-# A token that needs an expert waits until it is laid out, too, and so streaming is slower with the
-# CPU's layout even for types whose layout pays after one use (docs/experiments/layouts.md).
+# The share of resident experts from which the CPU's own layout is used. A token also waits for the
+# conversion of a missing expert, so reading experts from disk is slower with this layout, even for
+# types where one use compensates for it (docs/experiments/layouts.md).
 RESIDENT_SHARE = 0.99
 
 
 def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
-    """Whether the CPU's own layout is asked for, or pays with what this plan keeps in memory."""
+    """Whether the CPU's own layout is requested, or is faster with this plan's resident experts."""
     if config.layout != "auto":
         return config.layout == "cpu"
     if config.use_extra_bufts is False or plan.slots is None:
         return False
     placement = plan.placement
     if placement is not None and placement.wants.all_resident:
-        # Versions change in the background and seldom, unless tokens wait for them.
+        # Tiers change rarely and in the background, unless tokens wait for them.
         return placement.wants.transition_rate > 0
     return plan.slots.total_bytes >= RESIDENT_SHARE * plan.expert_bytes
 
@@ -37,8 +38,8 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: MemoryPlan, library: Library
 ) -> StoreSpec:
-    """The store whose slots hold what this CPU has a layout of its own for in that layout, where
-    the plan wants it. On a device experts are as in the file."""
+    """Return the store spec with slots in the CPU's own layout, for matrices that have one, if the
+    plan wants it. Experts on a device keep the layout of the file."""
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
 
@@ -52,8 +53,12 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """A store's spec with what the host takes to compute each expert, for misses by speeds. timed:
-    a product of experts of a type and a shape (row length, rows), None where the host has none."""
+    """Return the store spec with the host's compute time of each expert, which automatic handling
+    of misses needs.
+
+    timed: returns the time of a product of experts of a type and a shape (row length, rows), or
+    None if the host cannot compute it.
+    """
     if spec.misses.mode != AUTO or not spec.misses.copy:
         return spec
     found: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
@@ -74,7 +79,7 @@ def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) 
 
 
 def layout_text(spec: StoreSpec) -> str:
-    """For the mode line: the types that slots hold in the CPU's own layout."""
+    """Return a phrase for the status line: the types that slots hold in the CPU's own layout."""
     slices = [each for _, layer in spec.layers for each in layer.values()]
     types = sorted({GGMLType(each.type).name.lower() for each in slices if each.interleaved_rows})
     return f", {' and '.join(types)} in this CPU's own layout" if types else ""

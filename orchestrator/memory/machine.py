@@ -1,5 +1,4 @@
-"""What there is to run on: the memory of this machine, its GPU or none, and what llama.cpp says of
-both for a model."""
+"""The machine: its free memory, its GPU if any, and llama.cpp's memory counts for a model."""
 
 from __future__ import annotations
 
@@ -30,15 +29,18 @@ AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
 _FIRST_GPU = f"{_GPU}0"
 
-# Of a batch and of a cache, as a graph may have them; and bytes for that graph's tensors.
+# Batch size and KV cells of a sample graph, and bytes for the graph's tensors.
 _TOKENS, _CELLS = 512, 1024
 _TENSORS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory beside the host's that experts may live in. name: "cuda0", say; memory_bytes is
-    what was free when it was found. flash: it computes the model's attention as flash attention."""
+    """A device with its own memory for experts.
+
+    name: such as "cuda0". memory_bytes: free memory when it was probed. flash: it supports flash
+    attention for the model.
+    """
 
     name: str
     description: str
@@ -48,22 +50,25 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory less a headroom for what draws the screen."""
+        """Free memory minus headroom for the display."""
         return _less_headroom(self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a probe found. memory_bytes is free memory, or what is left under a cgroup's limit where
-    that is less; what the process itself has taken counts as free. device: where experts are to
-    live, None for the host's memory."""
+    """A probed machine.
+
+    memory_bytes: free memory, or the rest of a cgroup's limit if that is less. Memory that this
+    process uses already counts as free. device: the device that holds the experts; None for host
+    memory.
+    """
 
     memory_bytes: int
     device: Device | None = None
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory less a headroom for everything else that runs."""
+        """Free memory minus headroom for other programs."""
         return _less_headroom(self.memory_bytes)
 
 
@@ -73,7 +78,8 @@ def _less_headroom(free: int) -> int:
 
 
 def probe(device: Device | None = None) -> Machine:
-    """Reads this machine; a device is given, since only the native library can see one."""
+    """Probe this machine. The caller passes the device, because only the native library can find
+    it."""
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
         free = min(free, max(0, limit - used))
@@ -81,18 +87,19 @@ def probe(device: Device | None = None) -> Machine:
 
 
 def _own_bytes() -> int:
-    """What this process takes already of what a plan counts for it, so that it is not counted
-    twice. Another model that it has in memory is not in that."""
+    """Return the memory that this process uses already and that a plan counts for it, so that it is
+    not counted twice. It is limited to PROCESS_BYTES, which excludes another loaded model."""
     return min(private_bytes(), PROCESS_BYTES)
 
 
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process.
+    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process,
+    version 1 and 2.
 
-    Version 1 and 2. The limit is the lower one of memory.max and memory.high: above memory.high the
-    kernel reclaims memory all the time, so that a process there hardly runs.
+    The limit is the lower one of memory.max and memory.high. Above memory.high the kernel reclaims
+    memory continuously, and the process hardly makes progress.
     """
     try:
         lines = proc.read_text().splitlines()
@@ -119,7 +126,8 @@ def _cgroup_limits(
 
 
 def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[int, int] | None:
-    """As _cgroup_limits, of the cgroup in a folder. None if it has no limit, or says nothing.
+    """Return (limit, bytes in use that cannot be dropped) of the cgroup in a folder; None if it has
+    no limit or is unreadable.
 
     limits_in: the files that may hold a limit. usage_in: the file that holds the bytes in use.
     """
@@ -142,17 +150,19 @@ def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[
 
 
 def more_than_there(ram: int | None, machine: Machine) -> str | None:
-    """A sentence for a cap that is no cap: the plan takes what is there."""
+    """Return a note if --ram exceeds free memory, so that free memory is the limit."""
     if ram is None or ram <= machine.memory_bytes:
         return None
     free = format_size(machine.memory_bytes)
-    return f"--ram {format_size(ram)} is more than the {free} that are free: those are the cap."
+    return f"--ram {format_size(ram)} is more than the free memory: the limit is {free}."
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A device and what llama.cpp is told about it. index: its number among llama.cpp's GPUs,
-    None where all but the experts' slots stays in the host's memory."""
+    """A device and llama.cpp's handles of it.
+
+    index: its number among llama.cpp's GPUs; None if only the experts' slots are on it.
+    """
 
     info: DeviceInfo
     index: int | None
@@ -160,16 +170,16 @@ class Accelerator:
 
     @property
     def device(self) -> Device:
-        """As the planner sees it."""
+        """The device for the planner."""
         info = self.info
         return Device(info.name, info.description, info.memory_bytes, info.total_bytes)
 
 
 def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
-    """What a setting `device` names; "gpu" is the first one, and so is "auto" if the library was
-    built for any.
+    """Return the device that the setting names. "gpu" is the first GPU, and so is "auto" if the
+    library was built with GPU support; None for the CPU.
 
-    Raises ConfigError for a device that is not here, and for --vram without one.
+    Raises ConfigError for a device that does not exist, and for --vram without a GPU.
     """
     name = _FIRST_GPU if device == "gpu" else device
     if name == AUTO:
@@ -179,7 +189,7 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
             reason = "--device cpu asks for none" if device == CPU else "there is none here"
             raise ConfigError(
                 f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
-                f"`make build GPU=cuda` where a GPU is"
+                f"`make build GPU=cuda` on a machine with a GPU"
             )
         return None
     info = find_device(bindings.library(), name)
@@ -191,37 +201,31 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
 def planned_device(
     bindings: Bindings, gpu: Accelerator | None, model: ExpertModel, kv: str
 ) -> Device | None:
-    """The GPU as this model is planned for it. kv: the precision of its cache."""
+    """Return the GPU with its flash attention support for this model. kv: the KV cache type."""
     if gpu is None or gpu.index is None:
         return gpu.device if gpu else None
     return replace(gpu.device, flash=runs_flash(bindings, gpu.index, model, kv))
 
 
 def one_of_several(bindings: Bindings, gpu: Accelerator | None) -> str | None:
-    """A sentence where there are other GPUs than the one in use, which stay idle."""
+    """Return a note if the machine has more GPUs than the one in use."""
     if gpu is None or gpu.index is None:
         return None
     n = bindings.count_gpus()
     if n < 2:
         return None
-    return f"One of {n} GPUs is used, {gpu.info.name}: --device names another."
+    return f"Using one of {n} GPUs, {gpu.info.name}. Choose another with --device."
 
 
 def check_misses(gpu: Accelerator | None, config: Config) -> None:
-    """Raises ConfigError for --misses without a GPU."""
+    """Raise ConfigError for --misses without a GPU."""
     if gpu is None and config.misses is not None:
-        raise ConfigError(
-            "--misses says how a GPU gets the experts that it lacks, and none is in use: "
-            "leave it out"
-        )
+        raise ConfigError("--misses has no effect without a GPU: leave it out")
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """Return how a GPU gets the experts that it lacks. For "auto" this measures the link, which
-    takes some tenths of a second.
-
-    Raises ConfigError for a GPU that does not answer.
-    """
+    """Return how a GPU gets missing experts. For "auto" this measures the link, which takes some
+    tenths of a second. Raises ConfigError for a GPU that does not respond."""
     if gpu is None:
         return Misses()
     mode, threads = config.misses or AUTO, config.n_threads
@@ -232,9 +236,12 @@ def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) ->
 
 
 def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> bool:
-    """gpu: its number among llama.cpp's. kv: of KV_TYPES. False where a layer's heads have no
-    kernel, or the library was built without them; and for latent attention, whose heads in the
-    cache are others than the header's."""
+    """Whether a GPU supports flash attention for the model.
+
+    gpu: its number among llama.cpp's GPUs. kv: a key of KV_TYPES. False if a layer's heads have no
+    kernel or the library was built without them, and for latent attention, whose heads in the KV
+    cache differ from the header's.
+    """
     hparams = model.hparams
     if f"{hparams.arch}.attention.key_length_mla" in model.metadata:
         return False
@@ -249,8 +256,7 @@ def runs_flash(bindings: Bindings, gpu: int, model: ExpertModel, kv: str) -> boo
 def _supports(
     bindings: Bindings, gpu: int, n_head: int, n_head_kv: int, key: int, value: int, kv: str
 ) -> bool:
-    """Whether the backend of a GPU has a kernel for attention with heads of these numbers and
-    lengths."""
+    """Whether the GPU backend has an attention kernel for these head counts and lengths."""
     ggml = GgmlFunctions(bindings.api._lib)
     backend = ggml.backend_reg_by_name(b"CUDA")
     if not backend:
@@ -275,8 +281,8 @@ def _supports(
 
 
 class Probe:
-    """What llama.cpp would take of the host's memory for a model of which only the header is
-    read: where it is asked for what is not known yet, and once while the probe is entered."""
+    """Counts the host memory that llama.cpp would take for a model, from its header alone. The
+    model is opened at the first count that is needed, and closed when the context manager exits."""
 
     def __init__(self, bindings: Bindings, request: PlanRequest) -> None:
         self._bindings, self._request = bindings, request
@@ -294,9 +300,9 @@ class Probe:
         )
 
     def count(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
-        """Bytes of the cache and of the scratch for a context of so many tokens and so many of them
-        at once, without token importance, which needs a store. None for a model that llama.cpp does
-        not load: loading says why."""
+        """Return the bytes of KV cache and scratch for a context length and a micro-batch size.
+        Token importance, which needs a store, is not included. None if llama.cpp cannot load the
+        model; loading reports the reason."""
         if (n_ctx, n_ubatch) not in self._known:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
         return self._known[n_ctx, n_ubatch]

@@ -26,7 +26,7 @@ from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_co
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import UNKNOWN, History, Placement, place
 
-# The share of the memory left beside the dense weights that the KV cache may take. The expert cache
+# The share of the memory left after the dense weights that the KV cache may take. The expert cache
 # hits about as often with the other fifteen sixteenths, and a step reads the KV cache only as far
 # as it is filled.
 SHARE = 1 / 16
@@ -390,7 +390,7 @@ class _Layout:
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
             return Refusal(
                 f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
-                f"context beside the fewest experts of the policy {placement.name} has {longest} "
+                f"context with the minimum experts of the policy {placement.name} is {longest} "
                 f"tokens",
                 needed,
                 "--ctx",
@@ -581,8 +581,8 @@ class _Layout:
         needed = fixed + in_flight
         if room.ram_bytes < needed:
             return Refusal(
-                f"--ram {format_size(room.ram_bytes)} is too little beside a GPU: the smallest "
-                f"that works is {format_least(needed)}",
+                f"--ram {format_size(room.ram_bytes)} is too small with a GPU: the minimum is "
+                f"{format_least(needed)}",
                 needed,
                 "--ram",
             )

@@ -54,7 +54,7 @@ class SharedMemory:
         """Return an upper bound of the position after the last used cell, n_tokens tokens later.
 
         cells_end: the position after the last used cell now. Each of several sequences reserves
-        runs of free cells and may leave a part of one run free.
+        runs of free cells and may leave part of a run free.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -74,8 +74,10 @@ class SharedMemory:
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
     def may_read(self, n_cells: int, width: int = 0) -> list[int]:
-        """Return the micro-batch sizes with which the context may reach n_cells. The smallest size
-        is always included, because `longest` guarantees that it fits."""
+        """Return the micro-batch sizes with which the context may reach n_cells.
+
+        The smallest size is always included, because `longest` guarantees that it fits.
+        """
         smallest, least = min(self.scratch), self.least_slots
         fits = (n for n in self.scratch if self.slots(n_cells, n, 0, width) >= least)
         return [smallest, *(n for n in fits if n != smallest)]

@@ -230,8 +230,8 @@ class About:
     name: the name that users type. summary: one sentence for the tables of the documentation.
     Settings: the dataclass of its own settings. reason: completes the sentence "NAME, which ..."
     that explains why an option of another policy has no effect. precisions: the tiers that the
-    policy works with. wants: the maximum of what any placement requires, for plans that are made
-    before a placement exists.
+    policy works with. wants: the union of the requirements of all placements, for plans that are
+    made before a placement exists.
     """
 
     name: str

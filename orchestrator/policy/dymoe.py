@@ -216,7 +216,7 @@ class Depth(NamedTuple):
 
 @dataclass(frozen=True)
 class DyMoEPlacement(Placement):
-    """room: the number of slots of each layer in each tier. depth: the number of critical experts."""
+    """room: number of slots of each layer in each tier. depth: number of critical experts."""
 
     room: Sequence[Sequence[int]]
     depth: Depth

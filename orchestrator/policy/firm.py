@@ -76,7 +76,7 @@ def agreed(
     layers: int,
     scores: Sequence[float] = (),
 ) -> list[int]:
-    """Return the experts S_l that are expected in a layer, in the order of the nearest layer's vote.
+    """Return the experts S_l that are expected in a layer, in the order of the nearest vote.
 
     mol (eq. 6): experts among the first K candidates of each of the nearest P layers, or of fewer
     if fewer voted. rank: the first K of the nearest layer. margin: experts of the nearest layer

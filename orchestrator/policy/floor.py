@@ -1,4 +1,4 @@
-"""A loss budget set by the user, spent on missing experts where it saves the most reading
+"""A policy with a loss budget, spent on missing experts to save as much reading as possible
 (ours)."""
 
 from __future__ import annotations
@@ -431,7 +431,9 @@ class Floor(Policy):
                 self._prompts.decide(event, view, out, self._ahead.asked != OFF)
             return
         if not self._costs:
-            raise PolicyError(f"the policy {self.name} was not told what lower precisions lose")
+            raise PolicyError(
+                f"the policy {self.name} has no estimate of the losses of lower tiers"
+            )
         if event.step != self._step:
             self._begin(event)
         # A single token has code of its own with the same decisions. The token waits here once per

@@ -86,13 +86,13 @@ class Learning(Policy):
         return Learned(hotness=self._scores.copy())
 
     def _choose_reports(self) -> None:
-        """Request the arrays of the next report only in the phases in which the policy needs them."""
+        """Request the arrays of reports only in the phases in which the policy needs them."""
         told = tuple(phase for phase in Phase if self._wants_report(phase))
         if told != self.wants.told_in:
             self.wants = replace(self.wants, told_in=told)
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Whether the next step needs a full report: experts are moving, or the interval may end."""
+        """Whether the next step needs a full report: experts move, or the interval may end."""
         return not self._at_rest or self._may_end_interval(phase)
 
     def _may_end_interval(self, phase: Phase) -> bool:

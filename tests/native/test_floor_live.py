@@ -49,8 +49,8 @@ TABLES = [
         lambda data: json.dumps({**data, "model": "0" * 64}),
         "another file .*run `moe-edge calibrate",
     ),
-    (lambda data: json.dumps(data)[:-9], "no loss table, or a damaged one: make it again"),
-    (infinite, "no loss table, or a damaged one: make it again"),
+    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: make it again"),
+    (infinite, "not a loss table, or damaged: make it again"),
     (unfitted, "no factors that make KL .*run `moe-edge calibrate"),
 ]
 

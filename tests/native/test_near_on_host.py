@@ -75,7 +75,7 @@ def test_the_hosts_memory_counts(three):
     with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
         near = e.plan.slots.host_bytes
         rows = exchange_bytes(e.inside.model, e.plan.n_ubatch)
-    with pytest.raises(BudgetError, match=r"--ram .* is too little beside a GPU") as refused:
+    with pytest.raises(BudgetError, match=r"--ram .* is too small with a GPU") as refused:
         opened(three, near_place="host", ram=1 << 20)
     with pytest.raises(BudgetError) as without:
         opened(three, near_place="device", ram=1 << 20)

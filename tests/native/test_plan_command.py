@@ -93,7 +93,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     assert "on disk in managed plans: rows (4 GiB)" in shown.stderr
     assert "`chat` and `serve` use dymoe" in shown.stdout
     assert "quality loss (KL) is unknown" in shown.stderr and "calibrate" in shown.stderr
-    assert "Other programs kept the processor busy" in shown.stdout
+    assert "Other programs used the processor" in shown.stdout
     found = candidates(model, *LITTLE)
     assert found["disturbed"] is True
     ranges = {each["policy"]: each["token_ms_skewed"] for each in found["candidates"]}
@@ -198,7 +198,7 @@ def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
         elif table:
             assert f", estimated to lose {said}" in line and "nats a token from q8_0" in line
         else:
-            assert "what it loses from q8_0 no table knows" in line
+            assert "quality loss from q8_0 unknown" in line
 
 
 def test_an_engine_takes_the_plan_of_its_loss(fitted):
@@ -282,7 +282,7 @@ def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatc
 
 def test_a_slow_disk_is_said_where_an_engine_opens(model, monkeypatch, capsys):
     """It is measured before the model is loaded, whose memory leaves no room for that."""
-    said, loads = "The model lies on a USB disk.", Loader.load
+    said, loads = "The model is on a USB disk.", Loader.load
     asked = []
     monkeypatch.setattr(planner, "slow_disk", lambda *_: asked.append(_) or said)
     monkeypatch.setattr(Loader, "load", lambda *args: asked and loads(*args))

@@ -230,6 +230,6 @@ def test_one_of_several_gpus_is_used_and_named(runs, emulated, monkeypatch):
     monkeypatch.setenv("MOE_EMU_DEVICES", "2")
     found = runs.on_gpu(1, **POLICIES["lru"], device="auto")
     assert found["device"] == "cuda0"
-    assert found["note"] == "One of 2 GPUs is used, cuda0: --device names another."
+    assert found["note"] == "Using one of 2 GPUs, cuda0. Choose another with --device."
     second = runs.on_gpu(1, **POLICIES["lru"], device="cuda1")
     assert second["device"] == "cuda1" and second["tokens"] == found["tokens"]

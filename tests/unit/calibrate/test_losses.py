@@ -450,10 +450,10 @@ def test_a_damaged_table_is_a_sentence(key, value, files, tmp_path):
     with ExpertModel.open(files[0]) as model:
         save(path, model, small(model))
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-        with pytest.raises(ConfigError, match=r"t\.json: this is no loss table, or a damaged"):
+        with pytest.raises(ConfigError, match=r"t\.json: not a loss table, or damaged"):
             load(path, model)
         path.write_text("[" * 100_000)
-        with pytest.raises(ConfigError, match="this is no loss table"):
+        with pytest.raises(ConfigError, match="not a loss table"):
             load(path, model)
         with pytest.raises(ConfigError, match=r"none\.json cannot be read: No such file"):
             load(tmp_path / "none.json", model)

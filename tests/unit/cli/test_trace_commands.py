@@ -102,7 +102,7 @@ def test_refused_in_one_sentence(model, recorded, tmp_path):
         (("replay", model), "not a trace"),
         (("replay", tmp_path / "no.npz"), "No such file"),
         (("replay", recorded, "--policy=plain"), "no expert store to replay"),
-        (("replay", recorded, "--losses", text), "this is no loss table"),
+        (("replay", recorded, "--losses", text), "not a loss table"),
         (
             ("replay", recorded, "--expert-ram=4096B"),
             "--expert-ram 4 KiB is too small: the smallest that works",

@@ -97,7 +97,7 @@ def test_at_the_ends(paths):
     with ExpertModel.open(paths["f16"]) as model:
         assert tiers_for(model, ram_for(paths["f16"], 9))[0] == ["q8_0"]
         names, why = tiers_for(model, ram_for(paths["f16"], 2.3))
-        assert names == ["q8_0", "q4_k", "q2_k"] and "read as needed" in why
+        assert names == ["q8_0", "q4_k", "q2_k"] and "read from disk" in why
         with pytest.raises(BudgetError, match=r"--for-ram 1 MiB is too little") as caught:
             tiers_for(model, 1 << 20)
         assert "--ram " not in str(caught.value) and "--ctx" not in str(caught.value)

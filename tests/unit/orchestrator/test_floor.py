@@ -281,7 +281,7 @@ def test_low_copies_leave_room_for_the_fewest_high_ones(share):
 
 def test_it_cannot_decide_without_an_estimate():
     policy = policy_of(Floor, ONE, budget=ONE.all_slot_bytes())
-    with pytest.raises(PolicyError, match="was not told what lower precisions lose"):
+    with pytest.raises(PolicyError, match="has no estimate of the losses of lower tiers"):
         decided(policy, make())
 
 

@@ -166,7 +166,7 @@ def test_a_damaged_profile_is_left_aside(model):
         path.write_text(json.dumps(good | wrong))
         left = keeper(model)
         assert left.recall() is None
-        assert "is learned anew" in str(left.note) and said in str(left.note)
+        assert "is recorded from scratch" in str(left.note) and said in str(left.note)
 
 
 def test_what_was_long_ago_counts_less(model):

@@ -102,7 +102,7 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
-    with pytest.raises(BudgetError, match=r"--ram 40 MiB is too little beside") as more:
+    with pytest.raises(BudgetError, match=r"--ram 40 MiB is too small with") as more:
         planned(8 << 30, policy="lru", ram=40 * MIB, cache_ram=3 * MIB)
     assert more.value.needed_bytes == caught.value.needed_bytes + 3 * MIB
     assert planned(8 << 30, policy="lru", ram=more.value.needed_bytes, cache_ram=3 * MIB).managed

@@ -130,7 +130,7 @@ def test_speeds_are_said_as_a_context_fills(model):
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
-    assert said.endswith("10.0 behind 8192, 5.0 behind 32768, 2.5 behind 131072 tokens.")
+    assert said.endswith("10.0 after 8192, 5.0 after 32768, 2.5 after 131072 tokens.")
     assert behind_text({}) == ""
 
 
@@ -149,7 +149,7 @@ def test_all_policies_and_uniform_types_are_on_it(model, found):
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
-    assert found.why.endswith("lossless, as nothing less is asked for.")
+    assert found.why.endswith("lossless, because no option allows a loss.")
     labels, uses = by_label(found), model.n_layers * model.n_expert_used
     assert {each.policy for each in found.candidates} >= {"lru", "dymoe", "dynaexq", "mixed"}
     for tier in ("q4_k", "q2_k"):
@@ -372,7 +372,7 @@ def test_what_is_damaged_counts_as_nothing(model, user_folder):
         assert taken.recall() == {"policy": "lru"}
 
 
-AS_ASKED = "lossless, as nothing less is asked for"
+AS_ASKED = "lossless, because no option allows a loss"
 
 
 @cases(
