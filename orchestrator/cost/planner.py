@@ -244,7 +244,7 @@ class Planner:
 
     @cached_property
     def _uses(self) -> np.ndarray:
-        """How often a token uses each expert, [n_layers, n_expert]."""
+        """The number of uses of each expert per token, [n_layers, n_expert]."""
         return known_uses(self._config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
