@@ -49,7 +49,7 @@ class Sampling(Settings):
 
     temp: float = setting(
         0.7,
-        "Temperature; 0 always takes the most likely token.",
+        "Temperature; 0 is greedy.",
         metavar="T",
         within=(0.0, 100.0),
         group=ANSWER,
@@ -63,7 +63,7 @@ class Sampling(Settings):
     )
     top_p: float = setting(
         0.95,
-        "Sample from the most likely tokens with total probability P (nucleus sampling).",
+        "Nucleus sampling. Only the most likely tokens, with total probability P, are candidates.",
         metavar="P",
         within=(0.0, 1.0),
         group=ANSWER,
@@ -264,9 +264,9 @@ class Config(Settings):
 
     model: Path = setting(
         MISSING,
-        "GGUF file or hf:OWNER/NAME[/FILE] of a Mixture-of-Experts model. hf: downloads it from "
-        "the Hugging Face Hub.",
-        shown="the demo model",
+        "GGUF file, or hf:OWNER/NAME[/FILE]. It must be a Mixture-of-Experts model. hf: downloads "
+        "it from the Hugging Face Hub.",
+        shown="the demo",
         group=MODEL,
     )
     low: Path | None = setting(
@@ -276,7 +276,8 @@ class Config(Settings):
     )
     ram: int | None = setting(
         None,
-        "Memory limit for everything the model needs, such as 6GiB (or 6G) or 500MB.",
+        "Memory limit, such as 6GiB. It covers everything that the model needs. 6G means 6GiB, and "
+        "500MB is a power of ten.",
         unit=SIZE,
         shown="free memory",
         group=MEMORY,
@@ -290,8 +291,7 @@ class Config(Settings):
     )
     device: str = setting(
         "auto",
-        "Device that computes: auto, cpu, gpu or cuda1. cuda1 is the second GPU. auto uses a GPU "
-        "if there is one.",
+        "Compute on cpu, gpu or cuda1. cuda1 is the second GPU. auto uses a GPU if there is one.",
         group=MODEL,
     )
     misses: str | None = setting(
@@ -324,7 +324,8 @@ class Config(Settings):
     )
     low_tier: str | None = setting(
         None,
-        f"Precision of less important experts, such as q2_k. {SKIP_TIER} leaves these experts out.",
+        "Lower precision, such as q2_k. It is for less important experts; "
+        f"{SKIP_TIER} leaves these out.",
         metavar="NAME",
         shown="by policy",
         group=PRECISION,
@@ -338,7 +339,7 @@ class Config(Settings):
         None,
         "Context length in tokens.",
         within=(8, 2**24),
-        shown="the model's, within the memory",
+        shown="as memory allows",
         group=MODEL,
     )
     kv: str = setting(
@@ -359,9 +360,9 @@ class Config(Settings):
     )
     threads: int | None = setting(
         None,
-        "Compute threads, at most one per core.",
+        "Compute threads. There is at most one per core.",
         within=(1, 1024),
-        shown="free cores",
+        shown="the free cores",
         group=MODEL,
     )
     exact: bool = setting(
@@ -373,9 +374,9 @@ class Config(Settings):
     )
     max_tokens: int | None = setting(
         None,
-        "Maximum length of an answer in tokens.",
+        "Maximum length in tokens. It applies to each answer.",
         within=(1, 2**24),
-        shown="the rest of the context",
+        shown="rest of context",
         group=ANSWER,
     )
     temp: float = again(Sampling, "temp")

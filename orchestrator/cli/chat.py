@@ -47,7 +47,7 @@ _LONGEST_CONSTRAINT = 1 << 20
 )
 @option(
     "--json as_json",
-    "Print one JSON object with the answer and its statistics. Needs -p or stdin.",
+    "Print one JSON object, with -p or stdin. It has the answer and its statistics.",
 )
 @option(
     "--schema FILE",
@@ -64,7 +64,8 @@ _LONGEST_CONSTRAINT = 1 << 20
 @conversation_options
 @option(
     "--resume",
-    "Continue the latest conversation, from --prompt-cache or from the last chat on a terminal.",
+    "Continue the latest conversation. It is that of --prompt-cache, or of the last chat on a "
+    "terminal.",
 )
 def chat(
     prompt: str | None,

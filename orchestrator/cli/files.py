@@ -128,8 +128,8 @@ def verify(
 def architectures(as_json: bool) -> None:
     """List the architectures for which managed experts are tested, by their names in GGUF files.
 
-    Other architectures are managed if llama.cpp's graph allows it. `moe-edge inspect FILE` shows
-    how a file would run.
+    Other architectures are managed if llama.cpp's graph allows it. The command inspect shows how
+    a file would run.
     """
     from gguf_tools.experts import PROVEN
 

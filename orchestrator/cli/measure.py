@@ -108,9 +108,13 @@ for _name, _place in BENCHMARKS.items():
 
 @click.command("eval", cls=Command)
 @model_options
-@option("--text FILE", "Text to predict: plain, .jsonl (one text per record), or compressed (.xz).")
 @option(
-    "--choices FILE", 'Multiple-choice questions, JSON lines {"question", "choices", "answer"}.'
+    "--text FILE",
+    "Text to predict. A .jsonl file has one text per record, and .xz files are decompressed.",
+)
+@option(
+    "--choices FILE",
+    "Multiple-choice questions, as JSON lines. The fields are question, choices and answer.",
 )
 @option("--kl", "Compare with the best precision of the file.")
 @option("--kl-from TIER", "Compare with this precision, as the best one in use.", group=MORE)
@@ -171,10 +175,9 @@ for _name, _place in BENCHMARKS.items():
 @FORCE
 @JSON
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
-    """Measure quality: perplexity, distance from the best precision, multiple choice.
+    """Measure quality: perplexity, KL divergence, multiple-choice accuracy.
 
-    The policy decides for each token alone, as in an answer. A decision for a whole prompt would
-    use later tokens of the text.
+    The policy decides for each token alone: a whole prompt would reveal later tokens.
     """
     from dataclasses import fields
 

@@ -157,7 +157,7 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
     )
 
 
-def _of_known(as_json: bool, options: dict[str, Any]) -> None:
+def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
     """Print the table of known models."""
     chosen = {"remember": True, "conversations": True, **given(options), "model": os.devnull}
     config = make_config(chosen)  # the model is a placeholder
@@ -183,20 +183,20 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
     Without a model, it prints a table of known models. MODEL may be a file, hf:OWNER/NAME/FILE or a
     URL; only the header of a remote file is read. Then it prints the plans for the model by speed
     and quality loss, and the chosen one. Predictions: milliseconds per token, seconds until the
-    first token, and the KL divergence from the file's best precision in nats per token, if
-    `moe-edge calibrate` has measured it. With --max-loss, `chat` and `serve` use the fastest plan
+    first token, and the KL divergence from the file's best precision in nats per token, if the
+    model has a loss table. The option --max-loss makes `chat` and `serve` use the fastest plan
     within that loss.
     """
     asked = one_name(named, options["model"])
     if asked is not None:
-        _of_one(asked, as_json, picture, options)
+        _print_plans(asked, as_json, picture, options)
     elif picture is not None:
         raise click.UsageError("--plot draws the plans of one model: name a model")
     else:
-        _of_known(as_json, options)
+        _print_known_models(as_json, options)
 
 
-def _of_one(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
+def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
     """Print the plans of one model: a file, a file on the Hub, or a URL."""
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures

@@ -77,8 +77,9 @@ GROUP_NAME = "moe-edge-bench"
 
 
 def _limited(folder: Path, limit_bytes: int) -> None:
-    """Create a memory cgroup (version 1 or 2) with this limit. Raises OSError if that is not
-    permitted.
+    """Create a memory cgroup (version 1 or 2) with this limit.
+
+    Raises OSError if that is not permitted.
     """
     folder.mkdir()
     try:

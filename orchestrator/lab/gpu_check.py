@@ -108,8 +108,9 @@ class Folder:
         self.known = {slug: Outcome(**each) for slug, each in known.items()}
 
     def log(self, step: Step) -> Path:
-        """Return the file with a step's output. If the step is cut off, this is all that
-        remains.
+        """Return the file with a step's output.
+
+        If the step is cut off, this is all that remains.
         """
         return self.path / f"{step.slug}.log"
 
@@ -299,8 +300,9 @@ def _run_step(step: Step, folder: Folder, there: bool) -> Outcome:
 
 
 def _run_limited(step: Step, folder: Folder) -> int | None:
-    """Run a step and end all its processes. Returns the exit status, or None after the time
-    limit.
+    """Run a step, and end all its processes.
+
+    Returns the exit status, or None after the time limit.
     """
     quiet = {"PYTHONUNBUFFERED": "1", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
     with folder.log(step).open("wb") as log:

@@ -180,11 +180,10 @@ class Observer(Closing):
         self.read_each([tokens])
 
     def read_each(self, windows: Sequence[Sequence[int]], scored: np.ndarray | None = None) -> None:
-        """Evaluate windows with at most n_ctx tokens in total in one batch, each as its own
-        sequence.
+        """Evaluate windows in one batch, each as its own sequence.
 
-        `scored` bool [n] selects the tokens with logits; None means all. Raises NativeError, with
-        the store's reason if the store failed.
+        They have at most n_ctx tokens in total. `scored` bool [n] selects the tokens with logits;
+        None means all. Raises NativeError, with the store's reason if the store failed.
         """
         n = sum(map(len, windows))
         if not 1 <= n <= self._context.n_ubatch:
@@ -239,8 +238,9 @@ _COPIES = 4
 
 
 class CalibrationBudget(NamedTuple):
-    """A memory cap in bytes, with the part of it that is needed outside the model, and its
-    purpose.
+    """A memory cap in bytes.
+
+    `own` bytes of it are needed outside the model, for the purpose `use`.
     """
 
     ram: int

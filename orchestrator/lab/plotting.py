@@ -19,8 +19,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#0
 
 
 def require_matplotlib(option: str) -> None:
-    """Raise ConfigError if matplotlib is not installed. `option` is the option that needs a
-    plot.
+    """Raise ConfigError if matplotlib is not installed.
+
+    `option` is the option that needs a plot.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(

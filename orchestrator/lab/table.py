@@ -53,8 +53,9 @@ class Column:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of values under columns. `totals` are additional rows that are shown but not part of the
-    data.
+    """Rows of values under columns.
+
+    `totals` are additional rows that are shown but are not part of the data.
     """
 
     title: str
@@ -98,8 +99,9 @@ class Table:
         return "\n".join([*title, line(self.headings), *map(line, cells), *notes])
 
     def markdown(self) -> str:
-        """Format the table in Markdown, with aligned columns, so that the source is readable
-        too.
+        """Format the table in Markdown.
+
+        The columns are aligned, so that the source is readable too.
         """
         heads = self.headings
         rows = [row + [""] * (len(heads) - len(row)) for row in self._cells()]
@@ -126,8 +128,9 @@ class Table:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Wrap a paragraph to WIDTH. Continuation lines are indented, and numbers stay with their
-    units.
+    """Wrap a paragraph to WIDTH.
+
+    Continuation lines are indented, and numbers stay with their units.
     """
     own = text[: len(text) - len(text.lstrip())]
     filled = textwrap.fill(

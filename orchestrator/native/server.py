@@ -209,8 +209,8 @@ class ServerLibrary:
             ) from error
         if found != ABI_VERSION:
             raise NativeError(
-                f"{path}: the library has ABI {found}, but {ABI_VERSION} is needed: run `make "
-                "build`"
+                f"{path}: the library has ABI {found}, but {ABI_VERSION} is needed: "
+                "run `make build`"
             )
         for name, (restype, argtypes) in _FUNCTIONS.items():
             function = getattr(self.lib, name)

@@ -325,8 +325,10 @@ class Store(Closing):
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
     def take_counts(self) -> np.ndarray:
-        """Return the tokens routed to each expert since the last call, uint32 [n_layers, "
-        "n_expert]."""
+        """Return the tokens routed to each expert, uint32 [n_layers, n_expert].
+
+        They are counted since the last call.
+        """
         counts = self.forget_counts()
         self._taken += counts
         return counts

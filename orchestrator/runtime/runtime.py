@@ -563,9 +563,11 @@ class Runtime(Closing):
         return sentence if is_fault else ""
 
     def stop(self) -> None:
-        """End every answer soon, and answer nothing more; from any thread."""
+        """End every answer and evaluation soon, and answer nothing more; from any thread."""
         self._is_ending = True
         self._loaded.driver.stop_waiting()
+        if self._is_lent:
+            self._loaded.steps.cancel()
         if self._native is not None:
             self._native.stop()
 

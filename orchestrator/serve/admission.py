@@ -24,7 +24,7 @@ from orchestrator.serve.wire import STOPPING, Refusal
 T = TypeVar("T")
 
 
-class Asked(Protocol):
+class NativeQuery(Protocol):
     """A running query to the native server, such as `NativeRequest`."""
 
     def whole(self) -> tuple[int, bytes]: ...
@@ -34,10 +34,10 @@ class Asked(Protocol):
     def close(self) -> None: ...
 
 
-class Asks(Protocol):
+class QuerySender(Protocol):
     """Sends queries that decode nothing to the native server, such as `Runtime`."""
 
-    def query(self, route: str, body: bytes = b"") -> Asked: ...
+    def query(self, route: str, body: bytes = b"") -> NativeQuery: ...
 
 
 # Memory for computed answers that their clients have not read yet.
@@ -131,7 +131,7 @@ class Gate:
     def _make_place(self, client: str) -> None:
         """Remove the last request of the client with the most waiting requests.
 
-        Raises Refusal if `client` would then have as many waiting requests as that client.
+        Raises Refusal unless that client has at least two waiting requests more than `client`.
         """
         full = Refusal(429, "too many requests wait already (--queue): try again later")
         longest = max(self._lines.values(), key=len, default=deque())
@@ -189,7 +189,7 @@ class Gate:
             ticket.turn.set_result(None)
 
 
-class Unread:
+class UnreadAnswers:
     """Computed answers that wait in memory for slow clients. n_bytes: their total length."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -229,7 +229,7 @@ class Conversation:
     pieces: tuple[bytes, ...] = ()
     n_common: int = 0
 
-    def goes_on(self, before: Conversation) -> int:
+    def n_shared_with(self, before: Conversation) -> int:
         """Return the number of leading pieces shared with `before` if this continues it, else 0.
 
         A request continues `before` if it appends to it, repeats it, or replaces its last piece.
@@ -285,14 +285,14 @@ def _digests(pieces: Iterable[Any]) -> tuple[bytes, ...]:
 
 
 @dataclass
-class _Seat:
+class _Slot:
     holds: Conversation = field(default_factory=Conversation)
     busy: bool = False
     last: int = 0
     cells: int = 0
 
 
-class Seats:
+class SlotManager:
     """Assigns requests to the slots of the native server (one slot is one sequence).
 
     Each slot remembers the conversation that it was last given. A caller takes at most as many
@@ -306,7 +306,7 @@ class Seats:
     """
 
     def __init__(self, n: int) -> None:
-        self._seats = [_Seat() for _ in range(n)]
+        self._slots = [_Slot() for _ in range(n)]
         self._n_taken = 0
 
     def take(self, asked: Iterable[Conversation], cells: int = 0) -> tuple[list[int], int]:
@@ -318,19 +318,19 @@ class Seats:
         taken, held = [], 0
         for each in asked:
             number = max(
-                (number for number, seat in enumerate(self._seats) if not seat.busy),
-                key=lambda at: (each.goes_on(self._seats[at].holds), -self._seats[at].last),
+                (number for number, slot in enumerate(self._slots) if not slot.busy),
+                key=lambda at: (each.n_shared_with(self._slots[at].holds), -self._slots[at].last),
             )
             taken.append(number)
-            held += self._seats[number].cells
+            held += self._slots[number].cells
             self._n_taken += 1
-            self._seats[number] = _Seat(each, True, self._n_taken, cells)
+            self._slots[number] = _Slot(each, True, self._n_taken, cells)
         return taken, held
 
     def leave(self, taken: Iterable[int]) -> None:
         """Mark the slots as idle."""
         for number in taken:
-            self._seats[number].busy = False
+            self._slots[number].busy = False
 
 
 def client_left() -> Refusal:
@@ -339,7 +339,9 @@ def client_left() -> Refusal:
     return Refusal(499, "the client has left")
 
 
-async def outlasting(work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None) -> T:
+async def finish_despite_cancel(
+    work: asyncio.Future[T], give_up: Callable[[], None] = lambda: None
+) -> T:
     """Return the result of work that runs on a thread.
 
     If the caller is cancelled, this still waits for the end of the work, because the work uses the
@@ -417,7 +419,7 @@ class Bodies:
         try:
             await asyncio.wait({ticket.turn})  # unlike await, never cancels the turn
             loop = asyncio.get_running_loop()
-            return await outlasting(loop.run_in_executor(self._workers, call), give_up)
+            return await finish_despite_cancel(loop.run_in_executor(self._workers, call), give_up)
         finally:
             self._line.leave(ticket)
 
@@ -429,7 +431,7 @@ class Body:
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
         """longest_bytes: the longest allowed body. client: a key or an address."""
         self.data = b""
-        self._asking: Asked | None = None  # the query that a thread waits for
+        self._asking: NativeQuery | None = None  # the query that a thread waits for
         self._is_given_up, self._lock = False, threading.Lock()
         self._bodies, self._most_bytes, self._client = bodies, KEPT * longest_bytes, client
         self._n_bytes = 0
@@ -446,7 +448,7 @@ class Body:
         """
         return await self._bodies.run(call, self._client, self.give_up)
 
-    def ask(self, runtime: Asks, route: str, text: bytes) -> tuple[int, bytes]:
+    def ask(self, runtime: QuerySender, route: str, text: bytes) -> tuple[int, bytes]:
         """Send the native server a query that decodes nothing, such as the length of a prompt.
 
         Returns (HTTP status, answer). Blocks; `give_up`, from another thread, ends the wait. Raises

@@ -33,7 +33,7 @@ from orchestrator.serve.wire import (
     progress_of,
     with_costs,
     with_progress,
-    without_nothing,
+    without_empty_events,
 )
 from orchestrator.settings import Settings
 
@@ -161,8 +161,8 @@ class Exchange:
                 ticket = state.gate.join(self.places, self.cells, self._client)
                 held.callback(state.gate.leave, ticket)
                 await self._turn(ticket.turn, out)
-                taken, stale = state.seats.take(self.conversations, self.cells)
-                held.callback(state.seats.leave, taken)
+                taken, stale = state.slots.take(self.conversations, self.cells)
+                held.callback(state.slots.leave, taken)
                 # If the old cells of the slots do not fit next to this request, drop them first.
                 stale_ones = () if state.gate.widen(ticket, stale) else taken
                 if self.compute is None:
@@ -225,7 +225,7 @@ class Exchange:
             is_all, last = False, b""
             reading = b""  # the latest progress report while the prompt is read
             while not is_all:
-                # In a step that several requests share, their tokens cannot be told apart.
+                # In a step that several requests share, their tokens cannot be was_signalled apart.
                 reports = bool(reading) and gate.running == 1
                 silence_s = PROGRESS_S if reports else PING_S
                 come = await parts.next(silence_s if self.is_stream else None)
@@ -237,7 +237,7 @@ class Exchange:
                     continue
                 text, is_all = come
                 if answer.is_stream:
-                    text = without_nothing(text)
+                    text = without_empty_events(text)
                 reading = progress_of(text)
                 if not text:
                     continue
@@ -303,9 +303,9 @@ class Parts:
         self._loop = asyncio.get_running_loop()
         self._answer, self._at_end = answer, at_end
         self._pace = Pace(self._loop.time)
-        self._woken, self._told = asyncio.Event(), False
+        self._woken, self._is_signalled = asyncio.Event(), False
         self._ended = asyncio.Event()  # at_end has been called
-        self._loop.add_reader(answer.fileno(), self._tell)
+        self._loop.add_reader(answer.fileno(), self._on_readable)
 
     async def next(self, within_s: float | None) -> tuple[bytes, bool] | None:
         """Return (new text, whether it is the last part).
@@ -314,7 +314,7 @@ class Parts:
         a limit.
         """
         if self._pace.rests:
-            await self._coming(REST_S)  # the end of the answer ends the pause
+            await self._wait(REST_S)  # the end of the answer ends the pause
             text, is_all = self._take()
             if text or is_all:
                 return text, is_all
@@ -324,13 +324,13 @@ class Parts:
             if text or is_all:
                 self._pace.came()
                 return text, is_all
-            if not await self._coming(within_s):
+            if not await self._wait(within_s):
                 return None
 
     async def close(self) -> None:
         """Cancel the answer and wait for its end. Raises the error of the answer, if it failed."""
         self._answer.cancel()
-        self._look()
+        self._check_end()
         await self._ended.wait()
         self._answer.close()  # does not block: the computation has ended
         if self._answer.error is not None:
@@ -339,10 +339,10 @@ class Parts:
     def _take(self) -> tuple[bytes, bool]:
         text, is_all = self._answer.take()
         if is_all:  # take may have consumed the byte that signals the end
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self._check_end)
         return text, is_all
 
-    async def _coming(self, within_s: float | None) -> bool:
+    async def _wait(self, within_s: float | None) -> bool:
         """Wait for a signal that text has arrived. Returns False after `within_s` seconds."""
         late = None if within_s is None else self._loop.call_later(within_s, self._woken.set)
         try:
@@ -351,21 +351,21 @@ class Parts:
             if late is not None:
                 late.cancel()
         self._woken.clear()
-        told, self._told = self._told, False
-        return told
+        was_signalled, self._is_signalled = self._is_signalled, False
+        return was_signalled
 
-    def _tell(self) -> None:
+    def _on_readable(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._answer.fileno(), 16)
-        self._told = True
+        self._is_signalled = True
         self._woken.set()
-        self._look()
+        self._check_end()
 
-    def _look(self) -> None:
+    def _check_end(self) -> None:
         """Call at_end once, if the answer has ended."""
         if self._answer.has_ended and not self._ended.is_set():
             self._ended.set()
             self._loop.remove_reader(self._answer.fileno())
-            self._told = True
+            self._is_signalled = True
             self._woken.set()
             self._at_end()

@@ -112,8 +112,8 @@ class Endpoints:
             exchange.shape = settle_probs(route, data, served.about.n_ctx)
             n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
             if n > parallel:
-                limit = f"the limit of this server is {parallel} answers at once (--parallel)"
-                raise Refusal(400, f"n is {n}, and {limit}")
+                most = f"the limit of this server is {parallel} answers at once (--parallel)"
+                raise Refusal(400, f"n is {n}, and {most}")
             if parallel > 1:
                 exchange.conversations = conversations_of(data, parallel)
             exchange.places = len(exchange.conversations)
@@ -148,7 +148,7 @@ class Endpoints:
         name, found = request.path_params["id"], await self._model()
         if found["id"] == name:
             return JSONResponse(found)
-            raise Refusal(404, f"model '{name[:80]}' is not loaded: GET /v1/models names the model")
+        raise Refusal(404, f"model '{name[:80]}' is not loaded: GET /v1/models names the model")
 
     async def _model(self) -> dict[str, Any]:
         """Return the loaded model as an entry of OpenAI's model list."""

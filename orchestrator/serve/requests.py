@@ -119,7 +119,7 @@ _FIELDS = {
 # Blocks of Anthropic's messages that llama.cpp reads or refuses itself.
 _BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 # Prefixes of the types of tools that run on Anthropic's servers.
-_RUN_THERE = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
+_SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset")
 _MODES = ("auto", "none", "required")
 # Names of the limit on reasoning tokens, in llama.cpp's order of precedence.
 _BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens")
@@ -249,7 +249,7 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
     Refusal for a value of the wrong type or out of range, a missing field, a field that controls
     llama.cpp's internals, and a feature that is not supported.
     """
-    _settle_unserved(route, data)
+    _refuse_unsupported(route, data)
     for name, why in INNER.items():
         if data.get(name) is not None and (name != "lora" or data[name]):
             raise Refusal(400, f"{name} cannot be set by a request: {why}")
@@ -324,7 +324,7 @@ def fault_of(schema: Schema, value: Any, where: str) -> str | None:
         return None
     below, wanted = fault
     name = f"{where}{below}".removeprefix(".")
-    return f"{name} is missing" if wanted is None else f"{name} must be {_words(wanted)}"
+    return f"{name} is missing" if wanted is None else f"{name} must be {_describe(wanted)}"
 
 
 def _fault(schema: Schema, value: Any) -> tuple[str, Schema | None] | None:
@@ -397,10 +397,10 @@ def _bounds(schema: Schema) -> tuple[Any, Any]:
     return schema.get(names[0]), schema.get(names[1])
 
 
-def _words(schema: Schema) -> str:
+def _describe(schema: Schema) -> str:
     """Describe the values that a schema allows, for messages."""
     if "anyOf" in schema:
-        said = dict.fromkeys(_words(_resolved(choice)) for choice in schema["anyOf"])
+        said = dict.fromkeys(_describe(_resolved(choice)) for choice in schema["anyOf"])
         return " or ".join(said)
     if "const" in schema or "enum" in schema:
         words = schema.get("enum", [schema.get("const")])
@@ -422,7 +422,7 @@ def _resolved(schema: Schema) -> Schema:
     return schema if name is None else SCHEMAS[name.rpartition("/")[2]]
 
 
-def _settle_unserved(route: str, data: dict[str, Any]) -> None:
+def _refuse_unsupported(route: str, data: dict[str, Any]) -> None:
     """Refuse unsupported features, and drop tools that run on a server if others remain.
 
     Agents offer such tools to any server. Raises Refusal.
@@ -442,7 +442,7 @@ def _settle_unserved(route: str, data: dict[str, Any]) -> None:
     tools = data.get("tools")
     if route not in (RESPONSES, ANTHROPIC) or not isinstance(tools, list):
         return
-    own = [tool for tool in tools if not _runs_there(route, tool)]
+    own = [tool for tool in tools if not _runs_on_server(route, tool)]
     if tools and not own:
         raise Refusal(400, "this server cannot run tools: offer functions that the client runs")
     data["tools"] = own
@@ -458,12 +458,12 @@ def _blocks(messages: Any) -> Iterator[str]:
                 yield from _blocks([block])
 
 
-def _runs_there(route: str, tool: Any) -> bool:
+def _runs_on_server(route: str, tool: Any) -> bool:
     """Whether a tool would run on the server."""
     kind = str(tool.get("type")) if isinstance(tool, dict) else "function"
     if route == RESPONSES:
         return kind != "function"
-    return kind.startswith(_RUN_THERE)
+    return kind.startswith(_SERVER_TOOLS)
 
 
 def _settle_format(route: str, data: dict[str, Any]) -> None:

@@ -256,7 +256,7 @@ class Running:
         url = self.url
         try:
             with interrupts.calling(self.stop, ending=True):
-                self._note(f"Listening on {url}. The model is loading.")
+                self._note(f"Listening on {url}; the model is loading.")
                 loading.start()
                 asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:

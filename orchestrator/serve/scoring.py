@@ -23,7 +23,7 @@ from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native.llama import Model
 from orchestrator.runtime.evaluator import Evaluator, log_softmax
-from orchestrator.serve.admission import Body, outlasting
+from orchestrator.serve.admission import Body, finish_despite_cancel
 from orchestrator.serve.schemas import SEVERAL
 from orchestrator.serve.served import Served
 from orchestrator.serve.state import State, Stopped
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of n tokens: those of the prompt and n_behind generated ones.
+    """Log-probabilities of n tokens: the prompt's and n_generated generated ones.
 
     tokens: int32 [n]. logp: float64 [n], nan for the first token. likeliest, likeliest_logp: int32
     and float64 [n, top], the most likely tokens at each position, best first.
@@ -62,7 +62,7 @@ class Scores:
     logp: np.ndarray
     likeliest: np.ndarray
     likeliest_logp: np.ndarray
-    n_behind: int
+    n_generated: int
 
 
 # (decoded text, int32 [n] with the character offset of each token).
@@ -109,12 +109,12 @@ async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
         return not (given_up.is_set() or state.stopping)
 
     data, prompts = await body.run(lambda: _prompts(served, text))
-    top, n_behind = data["logprobs"], data["max_tokens"]
-    args = (served, prompts, top, n_behind, goes_on)
+    top, n_generated = data["logprobs"], data["max_tokens"]
+    args = (served, prompts, top, n_generated, goes_on)
     work = asyncio.get_running_loop().run_in_executor(state.quick, _scored, *args)
     try:
         # Wait for the end of the work before the request's place is returned.
-        found, timings = await outlasting(work, given_up.set)
+        found, timings = await finish_despite_cancel(work, given_up.set)
     except Stopped:
         raise STOPPING from None
     except Exception as error:  # noqa: BLE001 - a policy may raise anything
@@ -142,7 +142,7 @@ def _scored(
     served: Served,
     prompts: Sequence[Prompt],
     top: int,
-    n_behind: int,
+    n_generated: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
     """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like
@@ -151,15 +151,15 @@ def _scored(
     with served.runtime.evaluator() as evaluator:
         began_s = monotonic()
         for prompt in prompts:
-            read = prompt.tokens if n_behind else prompt.tokens[:-1]
+            read = prompt.tokens if n_generated else prompt.tokens[:-1]
             rows = _logits(evaluator, read.tolist(), goes_on) if len(read) else ()
-            scores = _judged(prompt, rows, top, n_behind)
+            scores = _judged(prompt, rows, top, n_generated)
             found.append((scores, _text_of(served.runtime.vocabulary, scores, prompt.text)))
         costs = evaluator.costs()
     timings = {
         "prompt_n": sum(len(prompt.tokens) for prompt in prompts),
         "prompt_ms": 1000 * (monotonic() - began_s),
-        "predicted_n": n_behind * len(prompts),
+        "predicted_n": n_generated * len(prompts),
         "predicted_ms": 0.0,
         **costs,
         "shared_steps": False,
@@ -190,15 +190,15 @@ def _logits(
         yield part
 
 
-def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int) -> Scores:
+def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Score the tokens of a prompt, except the hidden ones.
 
     parts: logits float32 [m, n_vocab] of the prompt's tokens in order, without the last token if
-    n_behind is 0. If n_behind is 1, the most likely next token is appended.
+    n_generated is 0. If n_generated is 1, the most likely next token is appended.
     """
     n_prompt = len(prompt.tokens)
-    n = n_prompt + n_behind
-    tokens = np.append(prompt.tokens, np.zeros(n_behind, np.int32)).astype(np.int32)
+    n = n_prompt + n_generated
+    tokens = np.append(prompt.tokens, np.zeros(n_generated, np.int32)).astype(np.int32)
     logps, likeliest_logp = np.full(n, np.nan), np.full((n, top), np.nan)
     likeliest = np.zeros((n, top), np.int32)
     for at, row in enumerate((row for rows in parts for row in rows), 1):
@@ -211,7 +211,7 @@ def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_behind: int
             best = best[np.lexsort((best, -logp[best]))]
             likeliest[at], likeliest_logp[at] = best, logp[best]
     kept = slice(prompt.n_hidden, None)
-    return Scores(tokens[kept], logps[kept], likeliest[kept], likeliest_logp[kept], n_behind)
+    return Scores(tokens[kept], logps[kept], likeliest[kept], likeliest_logp[kept], n_generated)
 
 
 def _written(
@@ -219,7 +219,7 @@ def _written(
 ) -> Iterator[bytes]:
     """Yield the answer in the format of OpenAI's completions, piece by piece. As one text it would
     take many times the memory of the scores."""
-    n_prompt, n_behind = timings["prompt_n"], timings["predicted_n"]
+    n_prompt, n_generated = timings["prompt_n"], timings["predicted_n"]
     head = {
         "id": f"cmpl-{uuid4().hex}",
         "object": "text_completion",
@@ -227,8 +227,8 @@ def _written(
         "model": name,
         "usage": {
             "prompt_tokens": n_prompt,
-            "completion_tokens": n_behind,
-            "total_tokens": n_prompt + n_behind,
+            "completion_tokens": n_generated,
+            "total_tokens": n_prompt + n_generated,
         },
         "timings": timings,
     }
@@ -242,7 +242,7 @@ def _written(
 def _choice(index: int, model: Model, scores: Scores, text: Text) -> Iterator[bytes]:
     """Yield one choice of the answer."""
     tokens, logp = scores.tokens.tolist(), scores.logp.tolist()
-    is_end = scores.n_behind and model.is_end(tokens[-1])
+    is_end = scores.n_generated and model.is_end(tokens[-1])
     choice = {"index": index, "text": text[0], "finish_reason": "stop" if is_end else "length"}
     others = zip(tokens, logp, scores.likeliest, scores.likeliest_logp, strict=True)
     lists: dict[str, Iterator[Any]] = {
@@ -273,9 +273,9 @@ def _text_of(model: Model, scores: Scores, given: str | None) -> Text:
     text.append(decoder.decode(b"", final=True))
     if given is None:
         return "".join(text), offsets
-    behind = "".join(text[n_tokens - scores.n_behind :])
-    put_before = n_chars - len(behind) - len(given)
-    return given + behind, np.maximum(0, offsets - put_before)
+    generated = "".join(text[n_tokens - scores.n_generated :])
+    n_added = n_chars - len(generated) - len(given)
+    return given + generated, np.maximum(0, offsets - n_added)
 
 
 def _likeliest(

@@ -34,7 +34,7 @@ class ServeSettings(Settings):
         "127.0.0.1",
         "Address to listen on. An address that other machines can reach requires an API key.",
     )
-    port: int = setting(8080, "Port to listen on; 0 selects a free port.", within=(0, 65535))
+    port: int = setting(8080, "Port to listen on; 0 for a free one.", within=(0, 65535))
     parallel: int = setting(
         1,
         "Answers that decode at the same time. Each has a context of --ctx tokens.",

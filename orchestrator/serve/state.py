@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count
 from time import time
 
-from orchestrator.serve.admission import UNREAD_BYTES, Bodies, Gate, Seats, Unread
+from orchestrator.serve.admission import UNREAD_BYTES, Bodies, Gate, SlotManager, UnreadAnswers
 from orchestrator.serve.served import Served
 from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.wire import STOPPING, Refusal
@@ -35,8 +35,8 @@ class State:
         # Most clients encode a non-ASCII key as UTF-8, some as Latin-1. Accept both.
         self.keys = frozenset(each for key in keys for each in _as_bytes(key))
         self.gate = Gate(settings.parallel, settings.queue)
-        self.unread = Unread(UNREAD_BYTES)
-        self.seats = Seats(settings.parallel)
+        self.unread = UnreadAnswers(UNREAD_BYTES)
+        self.slots = SlotManager(settings.parallel)
         self.served: Served | None = None
         self.began_s = int(time())
         self.stopping = False

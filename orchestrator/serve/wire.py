@@ -37,7 +37,7 @@ MOST_DEPTH = 100
 _HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
 ERROR_EVENTS = (b'data: {"error"', b"event: error")
 EVENT_END = b"\n\n"
-_NOTHING = b"data: null" + EVENT_END
+_EMPTY_EVENT = b"data: null" + EVENT_END
 # Marks of a stream's last event, in the formats of the different paths.
 _LAST_EVENTS = (
     b"data: [DONE]",
@@ -188,12 +188,12 @@ def _no_constant(name: str) -> float:
     raise ValueError(name)
 
 
-def without_nothing(events: bytes) -> bytes:
+def without_empty_events(events: bytes) -> bytes:
     """Return a stream's events without the empty ones (`data: null`), which llama.cpp sends between
     the answers to several prompts."""
-    if not events.startswith(_NOTHING) and EVENT_END + _NOTHING not in events:
+    if not events.startswith(_EMPTY_EVENT) and EVENT_END + _EMPTY_EVENT not in events:
         return events
-    kept = [each for each in events.split(EVENT_END) if each + EVENT_END != _NOTHING]
+    kept = [each for each in events.split(EVENT_END) if each + EVENT_END != _EMPTY_EVENT]
     return EVENT_END.join(kept)
 
 
@@ -286,18 +286,18 @@ def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) 
 
     def add(text: bytes) -> bytes:
         has_none = _SUMMARY_TYPE.search(text) if is_stream else route in _WITHOUT_TIMINGS
-        return _with_timings(text, ours) if has_none else _beside(text, ours)
+        return _append_timings(text, ours) if has_none else _extend_timings(text, ours)
 
     return _each(part, is_stream, add)
 
 
-def _beside(text: bytes, ours: bytes) -> bytes:
+def _extend_timings(text: bytes, ours: bytes) -> bytes:
     """Insert the costs at the start of `timings`. Inside a JSON string the quotes of the name would
     be escaped, so this matches only property names."""
     return _TIMINGS.sub(lambda found: found[0] + ours + (b"" if found[1] else b","), text)
 
 
-def _with_timings(text: bytes, ours: bytes) -> bytes:
+def _append_timings(text: bytes, ours: bytes) -> bytes:
     """Append `timings` with the costs to a JSON object."""
     whole = text.rstrip()
     if not whole.endswith(b"}"):

@@ -7,7 +7,6 @@ PAGES are whole files. BLOCKS stand in a document between two marks:
     <!-- end of generated -->
 """
 
-import ast
 import re
 import sys
 import textwrap
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
-from test_layers import LAYERS, RANK, REPO, rank
+from test_layers import LAYERS, REPO
 
 if TYPE_CHECKING:
     from orchestrator.settings import Setting
@@ -48,46 +47,6 @@ def layers_block():
         line = "; ".join(f"{name}: {', '.join(sorted(found))}" for name, found in packages.items())
         lines.append(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
     return "```\n" + "\n".join(lines) + "\n```\n"
-
-
-def about(path):
-    """The first paragraph of a module's or package's docstring."""
-    file = path / "__init__.py" if path.is_dir() else path
-    text = ast.get_docstring(ast.parse(file.read_text()))
-    if not text:
-        raise ValueError(
-            f"{file.relative_to(REPO)} has no docstring: its first sentence is generated"
-        )
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return paragraph.replace("``", "`").replace("|", r"\|")
-
-
-def rooms_of(package):
-    """The modules and packages right below a package; the highest layer first."""
-    found = [
-        path
-        for path in (REPO / package).iterdir()
-        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").is_file()
-    ]
-    return sorted(found, key=lambda path: (-rank_of(f"{package}.{path.stem}"), path.name))
-
-
-def rank_of(room):
-    """The rank of a room, or of the highest module in it that has one of its own."""
-    inside = [each for name, each in RANK.items() if name.startswith(room + ".")]
-    return max([*inside, rank(room) or 0])
-
-
-def rooms_block():
-    """A table for each package: its rooms, each with its own first words."""
-    tables = []
-    for package in ("orchestrator", "gguf_tools", "patches"):
-        rows = [f"| `{package}/` | {about(REPO / package)} |", "|---|---|"]
-        for path in rooms_of(package):
-            name = path.relative_to(REPO).as_posix() + ("/" if path.is_dir() else "")
-            rows.append(f"| `{name}` | {about(path)} |")
-        tables.append("\n".join(rows))
-    return "\n\n".join(tables) + "\n"
 
 
 def architectures_block():
@@ -187,7 +146,6 @@ def values_of(declared):
 PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page}
 BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers_block,
-    "rooms": rooms_block,
     "architectures": architectures_block,
     "policies": policies_block,
 }

@@ -91,16 +91,16 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
     assert "on disk in managed plans: rows (4 GiB)" in shown.stderr
-    assert "`chat` and `serve` take dymoe" in shown.stdout
-    assert "KL is not known" in shown.stderr and "calibrate" in shown.stderr
+    assert "`chat` and `serve` use dymoe" in shown.stdout
+    assert "quality loss (KL) is unknown" in shown.stderr and "calibrate" in shown.stderr
     assert "Other programs used the processor" in shown.stdout
     found = candidates(model, *LITTLE)
     assert found["disturbed"] is True
     ranges = {each["policy"]: each["token_ms_skewed"] for each in found["candidates"]}
     assert ranges["lru"] is not None and ranges["dynaexq"] is None  # which has all in memory
-    assert "Nobody has used this model here" in shown.stdout
+    assert "This model has no usage history on this machine" in shown.stdout
     monkeypatch.setattr(Predicts, "profiled", True)
-    assert "Nobody has used" not in run(model, *LITTLE).stdout
+    assert "no usage history" not in run(model, *LITTLE).stdout
     names = {each["policy"] for each in found["candidates"]}
     assert names == {"lru", "dymoe", "dynaexq", "firm", "mixed"}
     more = candidates(model, "--expert-ram", "3MiB")["candidates"]

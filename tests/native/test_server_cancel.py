@@ -29,22 +29,29 @@ class Held:
     def __init__(self, policy, monkeypatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.calls, self.at = 0, 0
+        self._is_there = lambda _event: False
         decide = policy.decide
 
         def held(event, *others):
             self.calls += 1
-            if self.calls == self.at:
+            if self._is_there(event):
+                self._is_there = lambda _event: False
+                go_on = self.go_on
                 self.reached.set()
-                self.go_on.wait(HANG_S)
+                go_on.wait(HANG_S)
             decide(event, *others)
 
         monkeypatch.setattr(policy, "decide", held)
 
     def hold(self, in_calls):
         """Holds the call that comes after `in_calls` more of them."""
-        self.reached.clear()
-        self.go_on.clear()
-        self.at = self.calls + in_calls + 1
+        at = self.at = self.calls + in_calls + 1
+        self.hold_where(lambda _event: self.calls == at)
+
+    def hold_where(self, is_there):
+        """Holds the first call whose event is_there returns True for."""
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._is_there = is_there
 
 
 def cancel_at_hold(held, answer):
@@ -124,10 +131,11 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         opening = on_sequence(runtime, 0, prompt="Hello", max_tokens=1)
         assert held.reached.wait(HANG_S)
         requests = [on_sequence(runtime, n, prompt=text, **data) for n, text in enumerate(texts)]
-        held.go_on.set()
-        opening.close()
+        opened = held.go_on
+        held.hold_where(lambda event: event.layer == 1 and event.n_tokens > 16)
+        opened.set()
+        whole(opening)
         gone, stays = (0, 1) if cancelled_first else (1, 0)
-        held.hold(1)
         assert held.reached.wait(HANG_S)
         requests[gone].cancel()
         held.go_on.set()
@@ -135,4 +143,23 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         status, text = whole(requests[stays])
         assert status == 200
         assert json.loads(text)["choices"][0]["text"] == alone[stays]
+        runtime.inside.store.check()
+
+
+@pytest.mark.parametrize("cancelled", ["the one that is computed", "the one that waits"])
+def test_two_requests_on_one_sequence(monkeypatch, cancelled):
+    """A cancel concerns its own request only, not the other on its sequence or its step."""
+    with serving(2, **DYMOE) as runtime:
+        held = Held(runtime.inside.policy, monkeypatch)
+        held.hold(0)
+        computed = on_sequence(runtime, 0, prompt="Hello", max_tokens=4)
+        assert held.reached.wait(HANG_S)
+        waits = on_sequence(runtime, 0, prompt="Hello you", max_tokens=4)
+        beside = on_sequence(runtime, 1, prompt="Good day", max_tokens=4)
+        gone, stays = (computed, waits) if cancelled.endswith("computed") else (waits, computed)
+        gone.cancel()
+        held.go_on.set()
+        gone.close()
+        assert whole(stays)[0] == 200
+        assert whole(beside)[0] == 200
         runtime.inside.store.check()

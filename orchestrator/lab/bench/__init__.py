@@ -1,3 +1,1 @@
-"""Benchmarks under memory caps: moe-edge, upstream llama.cpp and a theoretical bound side by
-side.
-"""
+"""Benchmarks under memory caps: moe-edge, upstream llama.cpp and a theoretical bound."""

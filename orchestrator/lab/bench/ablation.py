@@ -90,8 +90,9 @@ class Ablation(Benchmark):
         ]
 
     def notes(self, rows: Sequence[Result]) -> list[str]:
-        """Add the recall of the look-ahead per layer: the fraction of experts predicted during
-        decode.
+        """Add the look-ahead's recall per layer.
+
+        The recall is the fraction of the used experts that were predicted during decode.
         """
         lines = super().notes(rows)
         for row in rows:

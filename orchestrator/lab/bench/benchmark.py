@@ -1,5 +1,6 @@
-"""The base class of all benchmarks. Each case runs in its own processes, and the cases take
-turns.
+"""The base class of all benchmarks.
+
+Each case runs in its own processes, and the cases take turns.
 """
 
 from __future__ import annotations
@@ -176,8 +177,9 @@ class Benchmark(ABC):
 
     @property
     def fewer_experts(self) -> tuple[str, int]:
-        """Return (metadata key, number of experts per token) for `retention` of the usual
-        number.
+        """Metadata key and number of experts per token for the fewer-experts case.
+
+        The number is the fraction `retention` of the usual one.
         """
         used = self.model.n_expert_used
         architecture = self.model.metadata["general.architecture"]

@@ -84,8 +84,9 @@ class Computing(NamedTuple):
 
 
 def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
-    """Return the compute times from the rows with everything in memory, at the better flags per
-    run.
+    """Return the compute times, from the rows with everything in memory.
+
+    For each run, the faster setting of the flags counts.
     """
     high, low, fewer = (
         best_runs([row for row in rows if row["cap"] is None and row["role"] == role])
@@ -166,9 +167,7 @@ class Caps(Benchmark):
         return listed
 
     def largest_whole(self, cap: float) -> str | None:
-        """Return the largest uniform expert type with which the model fits whole under a cap, or
-        None.
-        """
+        """Return the largest uniform expert type with which the model fits whole, or None."""
         model, options = self.model, self.on
         config = Config.build(model=self.high, ctx=options.n_ctx, ubatch=options.n_ubatch)
         fixed = model.dense_bytes + model.kv_bytes(options.n_ctx) + scratch_bytes(model, config)

@@ -23,7 +23,7 @@ class Case:
     - "upstream": baseline of speeds and bounds; the best one of each cap counts.
     - "reference": our managed path with everything in memory.
     - "low", "fewer": upstream with everything in memory, and low-precision or fewer experts. They
-    give the compute time of a precision mix.
+      give the compute time of a precision mix.
     - "mmap": the baseline of speed-ups over upstream's mmap.
     - "probe": loaded only to measure its memory.
     - "": none of these.
@@ -79,8 +79,9 @@ RESIDENT = (
 
 
 def uniform(cap: float, tier: str) -> Case:
-    """Return upstream with all experts in a smaller type that fits whole, so that nothing
-    misses.
+    """Return upstream with all experts in a smaller type that fits whole.
+
+    Such a case has no misses.
     """
     flags = {"mmap": False, "extra_bufts": True}
     return Case(f"all {tier}", "upstream", cap, "", flags, tier=tier)

@@ -81,11 +81,11 @@ class Job:
     """The measurement that a process performs.
 
     - system: "upstream" (settings of PlainModel), "engine" (settings of Config), or "device", which
-    measures only the device.
+      measures only the device.
     - text: file of conversations that supplies the tokens; None uses random tokens.
     - warm: read every expert before the first token.
     - warm_host: read every expert in every precision into host memory before the first token, for a
-    GPU.
+      GPU.
     - counts: also count the operations of the emulated GPU.
     - device: the device whose memory is reported.
     """

@@ -75,14 +75,14 @@ class GpuOptions(AblationOptions):
     )
     counts: bool = setting(
         False,
-        "Count launches, waits and copies per decode step. Needs --emulated.",
+        "Count launches, waits and copies per decode step; needs --emulated.",
     )
     emulated: bool = setting(
-        False, "Use the emulated GPU of a source checkout. Only with --counts."
+        False, "Use the emulated GPU of a source checkout; only with --counts."
     )
     keep: Path | None = setting(
         None,
-        "Save the figures of each case in this folder. A later call reuses them.",
+        "Save each case's figures in this folder, so that a later call reuses them.",
         metavar="DIR",
     )
 

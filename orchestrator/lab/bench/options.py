@@ -43,7 +43,7 @@ class BenchOptions(Settings):
 
     - shape: a random-weight model, or "demo" for the trained one, which reads a text.
     - caps: fractions of the single-precision file that a process may use. With the demo or `quick`,
-    the process itself is larger than the model, so the cap applies to the expert slots only.
+      the process itself is larger than the model, so the cap applies to the expert slots only.
     - tokens: measured decode steps, after `warmup` unmeasured ones.
     - max_seconds: time limit for the decode steps of one process; at least 8 are measured.
     - layers: number of layers of a random-weight model, instead of the shape's default.
@@ -71,7 +71,7 @@ class BenchOptions(Settings):
     threads: int | None = setting(None, "Compute threads.", within=FROM_1, shown="the cores")
     seed: int = setting(0, "Seed of the weights and of the tokens.", within=FROM_0)
     quick: bool = setting(
-        False, "Test with a tiny model in seconds. Its figures are not meaningful."
+        False, "Test with a tiny model in seconds; its figures are not meaningful."
     )
     retention: float = again(
         DyMoESettings,
@@ -97,7 +97,7 @@ class BenchOptions(Settings):
     )
     layers: int | None = setting(
         None,
-        "Layers of a random-weight model. All 48 of qwen3-30b need 27 GB of disk.",
+        "Layers of a random-weight model; all 48 of qwen3-30b need 27 GB of disk.",
         within=FROM_1,
         shown="a few",
     )
@@ -106,10 +106,10 @@ class BenchOptions(Settings):
         super().__post_init__()
         shapes = (*synthetic.PRESETS, DEMO)
         if self.shape not in shapes:
-            raise ConfigError(f"unknown shape '{self.shape}': known are {', '.join(shapes)}")
+            raise ConfigError(f"unknown shape '{self.shape}': choose one of {', '.join(shapes)}")
         if self.routing not in synthetic.ROUTINGS:
             known = ", ".join(synthetic.ROUTINGS)
-            raise ConfigError(f"unknown routing '{self.routing}': known are {known}")
+            raise ConfigError(f"unknown routing '{self.routing}': choose one of {known}")
         if not self.caps or not all(0 < cap < 1 for cap in self.caps):
             raise ConfigError("--caps must be percentages between 0 and 100")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):

@@ -110,7 +110,7 @@ class PairedOptions(BenchOptions):
     )
     theirs: tuple[str, ...] = setting(
         (UPSTREAM,),
-        "Settings of the other side. upstream: llama.cpp at its best flags.",
+        "Settings of the other side; upstream: llama.cpp at its best flags.",
         notation=WORDS,
     )
     other: Path | None = setting(None, "Another checkout for the other side.", metavar="DIR")
@@ -120,7 +120,7 @@ class PairedOptions(BenchOptions):
     prompt: int = setting(
         0, "Time prompts of this many tokens; 0: time decode steps.", within=FROM_0
     )
-    runs: int = again(BenchOptions, "runs", 12, help="Number of pairs. Each starts both sides.")
+    runs: int = again(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
     caps: tuple[float, ...] = again(BenchOptions, "caps", option=False)
     tokens: int = again(BenchOptions, "tokens", option=False)
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
@@ -128,8 +128,9 @@ class PairedOptions(BenchOptions):
     rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
-        """Return the settings for the process of a side. Raises ConfigError for an unknown
-        setting.
+        """Return the settings for the process of a side.
+
+        Raises ConfigError for an unknown setting.
         """
         n_ubatch, threads = max(64, self.prompt), self.n_threads
         own = [word for word in words if word != UPSTREAM]

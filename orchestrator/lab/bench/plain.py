@@ -39,7 +39,7 @@ class PlainModel(Closing):
     - mmap: map the weights and page them in; otherwise read them at load.
     - extra_bufts: allow the weights to be repacked for the CPU.
     - gpu: number of the GPU that holds everything except the experts of the first `cpu_moe` layers,
-    as with upstream's --n-cpu-moe; None uses the CPU only.
+      as with upstream's --n-cpu-moe; None uses the CPU only.
     - experts_used: (metadata key, experts per token), which replaces the file's value.
 
     Raises NativeError.

@@ -1,3 +1,1 @@
-"""Calibration: importance matrices and loss tables from the activations of a model that reads a
-text.
-"""
+"""Calibration: importance matrices and loss tables from a model's activations on a text."""

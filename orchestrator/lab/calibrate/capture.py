@@ -143,7 +143,7 @@ class WindowActivations(NamedTuple):
     """The activations of one layer for a window of T tokens.
 
     - x: inputs of gate and up, float32 [T, s, n_embd]. s is 1, or k if the model weights the inputs
-    of its experts.
+      of its experts.
     - hidden: inputs of down, float32 [T, k, n_ff].
     - ids: chosen experts, int32 [T, k].
     """
@@ -185,8 +185,9 @@ class LayerActivations:
         return np.diff(self._order[1])
 
     def places(self, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert, ordered by
-        token.
+        """Return (token, slot), int64 [n] each, with ids[token, slot] == expert.
+
+        They are ordered by token.
         """
         order, bounds = self._order
         token, slot = np.divmod(order[bounds[expert] : bounds[expert + 1]], self.ids.shape[1])

@@ -43,8 +43,9 @@ def stored(
 
 
 def tensor(model: ExpertModel, name: str) -> np.ndarray | None:
-    """Return a tensor of a file as float32 [rows, row length]; None if the file has none of this
-    name.
+    """Return a tensor of a file as float32 [rows, row length].
+
+    Returns None if the file has no tensor of this name.
     """
     for part in model.parts:
         if name in part.tensors:
@@ -148,8 +149,9 @@ class LayerExperts:
 
 
 class AfterProduct:
-    """The scale and bias that llama.cpp applies to an expert's matrix products, if the file has
-    them.
+    """The scale and bias that follow an expert's matrix product in llama.cpp.
+
+    A file may have both, one or none of them.
     """
 
     def __init__(self, model: ExpertModel, il: int, kind: int) -> None:
@@ -204,7 +206,7 @@ class OutputSums:
 
     - counts int64 [n_layers, n_expert]: tokens.
     - gates, squares float64 [n_layers, n_expert]: sums of squared gate weights, and of the outputs'
-    mean squares.
+      mean squares.
     - weighs bool [n_layers]: whether the gate weights are applied to the experts' inputs.
     """
 
@@ -352,8 +354,9 @@ class Precisions:
         precisions: list[_Precision],
         expert: int,
     ) -> list[float]:
-        """Return an expert's squared error in each precision, relative to its output's mean
-        square.
+        """Return an expert's squared error in each precision.
+
+        It is relative to the mean square of the expert's output.
         """
         x = sample.rows.take(np.arange(*sample.starts[expert : expert + 2]))
         full = {k: stored(self.reference, layer, k, expert, self.ggml) for k in experts.kinds}

@@ -1,6 +1,4 @@
-"""Quantization methods by name with their calibration runs, and the gathering of importance
-matrices.
-"""
+"""Quantization methods by name, and the calibration runs that they need."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ Each pass is saved when it is done, so that an interrupted run can continue.
 The first pass reads the text in the best tier. Each further pass reads it with one kind of loss:
 
 - experts skipped in one part of the depth, which differs between windows. They are drawn for each
-pair of a token and an expert.
+  pair of a token and an expert.
 - experts skipped in all layers.
 - experts lowered to one tier in all layers, one pass per tier. They are drawn for each expert and
-step.
+  step.
 
 The sensitivity of a window to any loss varies by up to a factor of eight. Each window therefore has
 its own sensitivity c. With a factor f for each part of the depth,
@@ -90,8 +90,9 @@ def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Return the part of the depth of each layer, int [n_layers]. There are at most n_windows
-    parts.
+    """Return the part of the depth of each layer, int [n_layers].
+
+    There are at most n_windows parts.
     """
     n = min(_PARTS, n_layers, n_windows)
     return np.arange(n_layers) * n // n_layers
@@ -248,8 +249,9 @@ class Kept:
 
     @property
     def table(self) -> Path:
-        """Path of the table without factors. Once it exists, `rows` has the best tier's
-        log-probabilities.
+        """Path of the table without factors.
+
+        Once it exists, `rows` has the best tier's log-probabilities.
         """
         return self.folder / "table.json"
 

@@ -1,5 +1,7 @@
-"""The runs of a check: llama.cpp's own path, our engine with three memory budgets, and the run that
-the user's options would give.
+"""The runs of a check and their memory budgets.
+
+They are llama.cpp's own path, our engine with three budgets, and the run that the user's options
+would give.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ class CheckJob:
 
     - settings: arguments of Config.build.
     - rows: output file for the logits, float32 [1 + n_decode, n_vocab]: one row after the prompt
-    and one after each decoded token.
+      and one after each decoded token.
     - n_prompt: tokens of the prompt; None uses one micro-batch of the plan.
     - prompt, answer: the tokens; None uses a built-in text and greedy decoding.
     - chosen: the settings come from a plan that was chosen by a loss budget, so settings that have
-    no effect are not an error.
+      no effect are not an error.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
 
     Three fields select another job instead:
@@ -40,7 +42,7 @@ class CheckJob:
     - beside: choose the policy while another process uses this many bytes; returns its settings.
     - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
-    `rows` (.npz).
+      `rows` (.npz).
     """
 
     settings: dict[str, Any]
@@ -57,8 +59,9 @@ class CheckJob:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the JSON-ready arguments of Config.build for a config, without settings of an
-    answer.
+    """Return JSON-ready arguments of Config.build that reproduce a config.
+
+    Settings of an answer are left out.
     """
     declared = config.declared().items()
     found = {name: getattr(config, name) for name, each in declared if not each.answer}

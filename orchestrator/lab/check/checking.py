@@ -166,11 +166,11 @@ class _Check:
                 self.report["as_asked"] = self._measure("as asked", job)
 
     def _as_asked(self) -> Config | None:
-        """Return the config that a chat would run, without learning from this text; None on
-        failure.
+        """Return the config that a chat would run, or None on failure.
 
-        If a loss budget is set, the policy is chosen first, with all of --ram, as for a chat. This
-        happens in a child process, so that it leaves no memory allocated.
+        Learning is disabled, so that the check's text leaves no trace. If a loss budget is set, the
+        policy is chosen first, with all of --ram, as for a chat. This happens in a child process,
+        so that it leaves no memory allocated.
         """
         if not self.report["managed"]:
             return None

@@ -215,9 +215,7 @@ def counted(inside: Inside) -> Result:
 
 
 def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
-    """Read the tokens in one batch, and save the summed expert outputs of each layer to an .npz
-    file.
-    """
+    """Read the tokens in one batch, and save the experts' summed outputs per layer (.npz)."""
     from orchestrator.lab.observe import Node, Observer
 
     seen: dict[str, np.ndarray] = {}

@@ -84,7 +84,7 @@ def _file(report: dict[str, Any]) -> list[str]:
         for tier in facts["tiers"]:
             types = sorted({name for names in tier["types"].values() for name in names})
             lines.append(
-                f"tier {tier['name']}: {tier['bits_per_weight']:.2f} bits a weight, "
+                f"tier {tier['name']}: {tier['bits_per_weight']:.2f} bits per weight, "
                 f"{format_size(tier['bytes'])}, types {', '.join(types)}"
             )
         lines += [f"fallback: {text}" for text in facts["fallbacks"]]

@@ -49,8 +49,7 @@ class Judge:
     def rows(
         self, tokens: Sequence[int], first: int = 1, prompt: bool = False
     ) -> Iterator[np.ndarray]:
-        """Yield the logits float32 [n_vocab] that predict tokens[first], tokens[first + 1], and so
-        on.
+        """Yield the logits float32 [n_vocab] that predict each token from tokens[first] on.
 
         Each prediction uses all tokens before it. A yielded row is valid until the next one. With
         prompt=True, the tokens before `first` are read as a prompt. Otherwise each token is a
@@ -77,8 +76,7 @@ class Judge:
     def continuation(
         self, context: Sequence[int], tokens: Sequence[int]
     ) -> tuple[np.ndarray, bool]:
-        """Return the log-probabilities of `tokens` after `context`, and whether greedy decoding
-        agrees.
+        """Return the log-probabilities of `tokens` after `context`, and whether they are greedy.
 
         The first value is float64 [len(tokens)]; the second is True if each token is the most
         likely one. The context is read as a prompt. If it is too long, its oldest tokens are
@@ -179,7 +177,7 @@ class TextScores:
     - nll float64 [n]: negative log-likelihoods in nats.
     - kl float64 [n]: KL divergence from the reference in nats; [0] without a reference.
     - agrees float64 [n]: 1 if the most likely token is the same as in the reference, else 0; [0]
-    without a reference.
+      without a reference.
     - domains int [n]: index into `names`, the domains of the text.
     """
 

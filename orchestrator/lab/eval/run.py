@@ -51,12 +51,12 @@ def usage_between(
     Returns None if a reading is None. Fractions are None if nothing was counted.
 
     - high, low, skip: fractions of the routed experts that the policy requested in the high tier,
-    in a lower tier, and not at all.
+      in a lower tier, and not at all.
     - computed_low: fraction of expert matrices computed in a lower tier.
     - hit_rate: fraction of requests that were cache hits.
     - bytes_read: bytes read on demand, prefetched and moved by tier transitions.
     - kl_estimate, kl_low: estimated quality loss since `losses` began, in nats per token, relative
-    to the file's best tier. They have the meaning of GenerationStats; None if unknown.
+      to the file's best tier. They have the meaning of GenerationStats; None if unknown.
     - limit_halved: fraction of tokens for which the loss limit was halved.
     """
     if old is None or new is None:
@@ -90,15 +90,15 @@ class EvalOptions:
     - text, choices: files with the text and the questions.
     - tokens: maximum number of scored tokens. window: tokens per context.
     - prompt_tokens: number of tokens at the start of each window that are read as a prompt and not
-    scored; a record's context is treated in the same way. None reads token by token.
+      scored; a record's context is treated in the same way. None reads token by token.
     - kl: also compute the KL divergence from tier kl_from (None: the best tier of the file).
     - prefill: read everything as prompts, without decode steps.
     - reuse: a request for the low tier may use a high copy in memory, as in a chat (DyMoE 4.4.2).
-    Otherwise each expert is computed in exactly the tier that the policy chose.
+      Otherwise each expert is computed in exactly the tier that the policy chose.
     - bandwidth (bytes per second), latency_us (per read), compute_ms (per token): speeds of the
-    virtual store, for policies that depend on residency. None means measured.
+      virtual store, for policies that depend on residency. None means measured.
     - uniform, calib: for studies, the uniform types or files to compare with, and the text to
-    calibrate them on.
+      calibrate them on.
     """
 
     text: Path | None = None
@@ -170,8 +170,7 @@ def eval_config(config: Config, options: EvalOptions) -> Config:
 
 
 def best_config(config: Config, best: str) -> Config:
-    """Return the configuration of the same model in tier `best` only, with the default KV cache
-    type.
+    """Return the same configuration in tier `best` only, with the default KV cache type.
 
     The cap on memory stays: fewer slots make the model slower but do not change its output. A cap
     on the expert slots alone is removed, because it belongs to the evaluated policy.
@@ -276,8 +275,9 @@ def read_reference(
 
 
 def text_report(scores: TextScores, best: str) -> dict[str, Any]:
-    """Return the metrics of one pass over the text. `best` names the tier that it was compared
-    with.
+    """Return the metrics of one pass over the text.
+
+    `best` names the tier that it was compared with.
     """
     result: dict[str, Any] = {
         "tokens": len(scores.nll),

@@ -45,7 +45,7 @@ def _computing_us(evaluator: Evaluator) -> float:
 
 
 class VirtualStore(Closing):
-    """Makes a model's policy decide by the contents of a simulated store, until it is closed.
+    """Makes a model's policy decide by a simulated store's contents, until it is closed.
 
     step_us holds the virtual duration of each decode step, in microseconds.
     """

@@ -1,6 +1,4 @@
-"""Metrics of a recorded or replayed run, and bounds: Belady's optimum and the shortest possible
-time.
-"""
+"""Metrics of a recorded or replayed run, and Belady's optimum as a bound."""
 
 from __future__ import annotations
 

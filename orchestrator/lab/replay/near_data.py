@@ -69,11 +69,11 @@ class PaperModel:
     """A model of the paper's Table 1, with the times of its parts on the simulated machine.
 
     - kv_width: width of one token's keys, and of its values. It comes from the model, not from the
-    paper.
+      paper.
     - other_weights: number of weights outside the experts.
     - n_hot: hot experts per layer (section 5.1).
     - fitted_migrations: experts that MoNDE moves over the link per token, chosen such that the
-    speed-ups over MoNDE come close to the paper's.
+      speed-ups over MoNDE come close to the paper's.
     """
 
     name: str
@@ -136,8 +136,7 @@ class PaperModel:
     def prompt_layer_ms(
         self, tokens: np.ndarray, on_gpu: np.ndarray, n_prompt: int
     ) -> tuple[float, np.ndarray]:
-        """Return the time of a prompt's layer, and the experts that were streamed to the GPU, bool
-        [E].
+        """Return a layer's time in a prompt, and the experts streamed to the GPU, bool [E].
 
         `tokens` float64 [E] is the number of tokens per expert; on_gpu is bool [E]. An expert that
         is not on the GPU is either streamed there over the link, or computed in the near-data
@@ -209,7 +208,7 @@ class Sequence:
     - counts: number of prompt tokens routed to each expert, float64 [n_layers, n_expert].
     - gates: sum of the prompt's routing weights per expert, float64 [n_layers, n_expert].
     - ids: experts of the answer's tokens, int64 [T, n_layers, k], ordered by gate weight; -1 for
-    none.
+      none.
     """
 
     counts: np.ndarray
@@ -217,9 +216,7 @@ class Sequence:
     ids: np.ndarray
 
     def decode_counts(self) -> np.ndarray:
-        """Return the number of answer tokens routed to each expert, float64 [n_layers,
-        n_expert].
-        """
+        """Return each expert's number of answer tokens, float64 [n_layers, n_expert]."""
         return _by_expert(self.ids, self.counts.shape)
 
 

@@ -146,8 +146,9 @@ class Recorder:
             self._since = done_ns
 
     def trace(self, disk: Transport) -> Trace:
-        """Return the recording, with the given disk speed. Raises TraceError if there were no
-        steps.
+        """Return the recording, with the given disk speed.
+
+        Raises TraceError if there were no steps.
         """
         rows, before, after = self._rows, self._before, self._after
         if not rows["event_step"]:

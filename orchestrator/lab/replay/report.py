@@ -87,15 +87,15 @@ class ReplayOptions(Settings):
     )
     link: str = setting(
         SHARED,
-        "How reads share the disk. shared: demand reads first, and outdated prefetches are "
-        "cancelled, as the store does. rigid: one queue for demand reads and prefetches, without "
-        "overtaking or cancelling.",
+        "How reads share the disk: shared serves demand reads first and cancels outdated "
+        "prefetches, as the store does; rigid has one queue for demand reads and prefetches, "
+        "without overtaking or cancelling.",
         choices=LINKS,
         group=MORE,
     )
     wait: str = setting(
         MATRIX,
-        "What a matrix product waits for: its own matrix, or the whole expert.",
+        "Reads that a matrix product waits for: its own matrix, or the whole expert.",
         choices=WAITS,
         group=MORE,
     )
@@ -176,8 +176,9 @@ def replay(library: Library, trace: Trace, options: ReplayOptions) -> dict[str, 
 
 
 def speed_and_time(header: Header, options: ReplayOptions) -> tuple[Transport, Compute]:
-    """Return the read speed and the compute times. Raises ConfigError if the bandwidth is
-    unknown.
+    """Return the read speed and the compute times.
+
+    Raises ConfigError if the bandwidth is unknown.
     """
     speed = Transport(
         options.bandwidth or header.read_bytes_per_s,
@@ -319,8 +320,9 @@ def render(result: dict[str, Any]) -> str:
     ]
 
     def a_token(*names: str) -> Callable[[Row], float | None]:
-        """Return a function that sums decode metrics per token, or returns None if all are
-        missing.
+        """Return a function of a row that sums decode metrics per token.
+
+        The function returns None if all of them are missing.
         """
 
         def found(row: Row) -> float | None:

@@ -78,12 +78,12 @@ class Simulation:
         sequences: np.ndarray | int = 0,
         phases: np.ndarray | None = None,
     ) -> None:
-        """Run one route event. The store calls the policy hook as in a graph, and applies its
-        decision.
+        """Run one route event.
 
-        Shapes: ids, weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead;
-        importance [T] or None; sequences [T] or one for all tokens; phases [T], or None for the
-        step's phase. Raises the callback's exception or NativeError.
+        The store calls the policy hook as in a graph, and applies its decision. Shapes: ids,
+        weights [T, k]; tokens [T]; ahead_ids, ahead [A, T, k] with A <= n_ahead; importance [T] or
+        None; sequences [T] or one for all tokens; phases [T], or None for the step's phase. Raises
+        the callback's exception or NativeError.
         """
         n, n_ahead = len(ids), len(ahead_ids)
         if n > self._store.spec.max_tokens or n_ahead > self._store.spec.n_ahead:
@@ -140,7 +140,7 @@ class Simulation:
 
     def _fail(self) -> None:
         self._store.check_step()
-        raise NativeError("the simulated step failed without a reason")
+        raise NativeError("the simulated step failed for an unknown reason")
 
 
 # Interval of virtual time at which a pending read is checked.

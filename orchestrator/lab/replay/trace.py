@@ -108,9 +108,10 @@ class Header:
     - transition_bytes: bytes read by tier transitions.
     - expert_bytes: memory budget of the expert slots.
     - read_bytes_per_s: measured read bandwidth with all I/O threads; 0 if not measured.
-    - read_latency_us: measured latency of a single read; 0 if not measured.
+    - read_latency_us: measured latency of a single read, without its transfer time; 0 if not
+      measured.
     - dense_share: by phase, the fraction of compute time outside the experts, measured with all
-    experts skipped.
+      experts skipped.
     """
 
     version: int
@@ -208,8 +209,9 @@ class Trace:
         ]
 
     def tier_index(self, name: str) -> FileTier:
-        """Return the index of a tier. Raises TraceError, which lists the tiers, if it is
-        unknown.
+        """Return the index of a tier.
+
+        Raises TraceError, which lists the tiers, if it is unknown.
         """
         try:
             return FileTier(self.header.tiers.index(name.lower()))
@@ -243,8 +245,9 @@ class Trace:
         return sums
 
     def restored(self) -> dict[int, list[tuple[int, bytes]]]:
-        """Return the restored sequences and their policy states by the step before which they
-        came.
+        """Return the restored sequences with their policy states.
+
+        The keys are the steps before which they were restored.
         """
         found: dict[int, list[tuple[int, bytes]]] = {}
         at = 0

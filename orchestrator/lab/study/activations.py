@@ -40,8 +40,9 @@ def applied_gates(found: Activations, layer: int) -> np.ndarray:
 
 
 def top(logits: np.ndarray, k: int) -> np.ndarray:
-    """Return the indices of the k largest values of each row [T, n], largest first: int64 [T,
-    k].
+    """Return the column indices of each row's k largest values, largest first.
+
+    logits is [T, n], the result int64 [T, k].
     """
     return np.argsort(-logits, axis=1, kind="stable")[:, :k]
 

@@ -238,9 +238,7 @@ WAYS = {
 
 
 class Similarity(Study):
-    """Similarity of neighboring layers, and prediction of a layer's experts from the layer
-    before.
-    """
+    """Similarity of neighboring layers, and prediction of experts from the layer before."""
 
     name = "similarity"
 

@@ -1,5 +1,4 @@
-"""DynaExq's Figure 3 and Table 4: the quality loss of demoted experts, and the benefit of a hot
-set.
+"""DynaExq's Figure 3 and Table 4: quality loss of demoted experts, benefit of a hot set.
 
 Figure 3 varies the order of demotion. Table 4 compares a hot set with uniform types in the same
 memory. The paper's Table 4 has the accuracy of Qwen3 and Phi-3.5-MoE on five benchmarks; this study
@@ -59,8 +58,9 @@ class Residency:
             self.shape = model_shape(model, tiers)
 
     def budget_bytes(self, n_high: int) -> int:
-        """Return the smallest budget for n_high high experts per layer, with the slots that swaps
-        need.
+        """Return the smallest budget that holds n_high experts per layer in high.
+
+        It includes the slots that swaps need.
         """
         plenty = 2 * (self.shape.all_slot_bytes(HIGH) + self.shape.all_slot_bytes(LOW))
         found = resident_plan(self.shape, plenty, n_high)
@@ -88,10 +88,10 @@ class Residency:
         }
 
     def placed(self, n_high: int) -> Settings:
-        """Return settings for the same memory with the policy that places experts after each
-        prompt.
+        """Return settings for the policy that places experts after each prompt.
 
-        It puts as many experts in the high tier as fit, at most n_high.
+        The memory is the same as in `settings`. It puts as many experts in the high tier as fit, at
+        most n_high.
         """
         bits = float(nominal_bits(self.subject.low))
         return self.settings(n_high, policy="context", hot_experts=None, near_bits=bits)

@@ -4,8 +4,9 @@ FirmParts measures the gain of each part (Table 1, Figures 4 and 5). VotesLoss m
 eq. 11 over candidates K and layers P, and the choice of each tuning method (Figure 6).
 
 The paper's Table 2 compares prefetching n = 1 and n = 2 matrices of an expert. FirmParts has rows
-for n = 1 and for whole experts (n = 3). `replay --prefetch-kinds 2` measures n = 2. K is at most k,
-the number of candidates that the look-ahead records.
+for n = 1 and for whole experts (n = 3). The case n = 2 is not measured here, but can be replayed
+with `replay --prefetch-kinds 2`. K is at most k, the number of candidates that the look-ahead
+records.
 """
 
 from __future__ import annotations

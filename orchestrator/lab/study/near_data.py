@@ -321,8 +321,9 @@ NearTiers = dict[float, str]
 
 
 def near_tiers(tiers: Sequence[str]) -> NearTiers:
-    """Return the best tier of each width below the best tier. `tiers` are a file's tiers, best
-    first.
+    """Return the best tier of each width below the best tier.
+
+    `tiers` are a file's tiers, best first.
     """
     return {nominal_bits(name): name for name in best_of_each_width(tiers[1:])[-MAX_WIDTHS:]}
 

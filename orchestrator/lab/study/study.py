@@ -1,5 +1,6 @@
-"""The base classes of all studies: configurations are compared on a subject and shown as tables and
-a plot.
+"""The base classes of all studies.
+
+A study compares configurations on a subject, and shows them as tables and a plot.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ share = percent(1, " %")
 
 
 def quality(best: str, base: str) -> tuple[Column, ...]:
-    """Return the quality columns, the same in all tables; the KL divergence from the best tier is
-    first.
+    """Return the quality columns, the same in all tables.
 
-    `base` names the configuration that the perplexity is compared with.
+    The KL divergence from the best tier comes first. `base` names the configuration that the
+    perplexity is compared with.
     """
     return (
         Column(f"KL from {best}", "kl", four_digits),
@@ -205,7 +206,7 @@ class Case:
     - settings: changes to the subject's config.
     - group: the table or panel that shows the case.
     - row: values known in advance. The values of adjacent cases with equal group, label, row and
-    part are averaged per token.
+      part are averaged per token.
     - part: the part of the text to score; None for all.
     - used: returns the expert usage that the policy knows from before.
     - decider: returns a replacement for the policy's decisions.
@@ -298,8 +299,9 @@ class Scores:
         return next(score for case, score in self.scored if case.row.get("tier") == name)
 
     def rows(self, found: Iterable[Scored], base: Score) -> list[Row]:
-        """Return table rows for the cases. `base` is the score that the perplexity is compared
-        with.
+        """Return table rows for the cases.
+
+        `base` is the score that the perplexity is compared with.
         """
         return [
             {"configuration": case.label, "retention": None, **case.row, **figures(score, base)}

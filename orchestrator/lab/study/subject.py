@@ -1,5 +1,4 @@
-"""The subject of a study: one model and one text, and optionally questions, scored in many
-configurations.
+"""The subject of a study: one model, one text and optional questions.
 
 Wrappers replace parts of a loaded model's policy for comparison. A study sets one as
 `Driver.policy`; the slots stay as planned.
@@ -77,8 +76,9 @@ def random_critical(inner: Policy, seed: int) -> Wrapper:
 
 
 def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
-    """Request every expert of one MoE layer in `tier`, and all others in the best tier
-    (Figure 5).
+    """Request `tier` for all experts of one MoE layer, and the best tier elsewhere.
+
+    Used for Figure 5.
     """
 
     def decide(event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
@@ -167,7 +167,7 @@ class Score:
 
     - choices: scores of the questions; None if they were not asked.
     - realised: mean fraction of critical experts in decode steps, as counted by the policy; None if
-    the policy does not count them.
+      the policy does not count them.
     - report: the policy's own report.
     - slot_bytes: memory of all slots.
     """
@@ -309,8 +309,9 @@ class Subject:
         return settings
 
     def mixed(self, low: str, retention: float, **more: Any) -> Settings:
-        """Return the settings with critical experts in high and the others in `low`, which may be
-        "skip".
+        """Return settings with critical experts in high and the others in `low`.
+
+        `low` may be "skip".
         """
         return {
             "policy": "dymoe",
@@ -378,8 +379,7 @@ class Subject:
         )
 
     def uses(self, windows: Sequence[Window], tier: str) -> np.ndarray:
-        """Return the fraction of the windows' tokens that use each expert, float64 [n_layers,
-        n_expert].
+        """Return each expert's fraction of the windows' tokens, float64 [n_layers, n_expert].
 
         All experts are computed in one tier.
         """

@@ -114,8 +114,8 @@ class UniformTypes:
         needy = [each.tier_name for each in types if each in IMPORTANCE_TYPES]
         if needy and self._calib is None:
             raise ConfigError(
-                f"--uniform {needy[0]} needs an importance matrix: give a text to calibrate on "
-                f"with --calib FILE"
+                f"--uniform {needy[0]} needs an importance matrix: give --calib TEXT, a text "
+                f"to calibrate on"
             )
         return sorted(types, key=bits_per_weight)
 

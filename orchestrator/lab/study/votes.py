@@ -117,8 +117,9 @@ class Voted:
                     self._right[label, at].append(len(right.intersection(named)))
 
     def row(self, label: str, layers: Sequence[int] | None = None) -> Row:
-        """Return utilization (eq. 8), accuracy (eq. 7) and mean size over some layers, by default
-        all.
+        """Return utilization (eq. 8), accuracy (eq. 7) and mean size of a strategy.
+
+        They are computed over some layers, by default over all.
         """
         chosen = range(self._n) if layers is None else layers
         named, right = (

@@ -33,12 +33,16 @@ struct moe_edge_slot {
     server_prompt & prompt;  // its contents
 };
 
+// Called when a slot starts to decode a task. For a task that upstream copied from a parent, `task` is the parent.
+void moe_edge_server_launched(int32_t slot, int32_t task);
+
 // Called when a request has received its slot, before any of its prompt is read. Fills the slot with as much of the
 // prompt as the slot itself or a copy contains. Rewrites the prompt with the tokens in the slot if they stand for the
 // same text.
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task);
 
 template <typename Slot> llama_context * moe_edge_launched(llama_context * context, Slot & slot, server_task & task) {
+    moe_edge_server_launched(slot.id, task.is_child() ? task.id_parent : task.id);
     if (task.type == SERVER_TASK_TYPE_COMPLETION && !task.is_child()) {
         moe_edge_server_place({ slot.id, slot.n_ctx, slot.prompt }, task);
     }

@@ -80,14 +80,9 @@ void moe_edge_cancels::cancel(const std::vector<int32_t> & sequences) {
     update();
 }
 
-void moe_edge_cancels::forget(const std::vector<int32_t> & sequences) {
+void moe_edge_cancels::forget(int32_t sequence) {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const int32_t sequence : sequences) {
-        cancelled.erase(sequence);
-    }
-    if (sequences.empty()) {
-        cancelled.clear();
-    }
+    cancelled.erase(sequence);
 }
 
 // Sets `ends` if all sequences of the running step are cancelled, or if a cancelled prompt delays the others.

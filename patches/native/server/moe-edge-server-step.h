@@ -16,9 +16,8 @@ public:
     // Marks the request on these sequences as cancelled. May be called from any thread.
     void cancel(const std::vector<int32_t> & sequences);
 
-    // Must be called before a new request starts on these sequences, or with an empty list, on any sequence. May be
-    // called from any thread.
-    void forget(const std::vector<int32_t> & sequences);
+    // Must be called when another request starts on a sequence. May be called from any thread.
+    void forget(int32_t sequence);
 
     // Returns true from the moment when the running step must end until the next call of begin. May be called from any
     // thread.

@@ -156,9 +156,10 @@ struct moe_edge_server {
     // Work for the decode thread, by the name of its task. It runs with the mutex locked.
     std::mutex works_mutex;
     std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
-    // Requests by the number of the task that their first sequence decodes.
+    // Requests by the numbers of their tasks, and the request that each sequence decodes, or null.
     std::mutex tasks_mutex;
     std::map<int32_t, moe_edge_request *> tasks;
+    std::vector<moe_edge_request *> decoding;
     moe_edge_server_before_step before_step = nullptr;
     void *           before_step_user = nullptr;
     moe_edge_server_before_prompt before_prompt = nullptr;
@@ -166,7 +167,8 @@ struct moe_edge_server {
 
     moe_edge_server(const moe_edge_server_config & config, llama_context * llama)
         : params(params_of(config)), routes(params, context), llama(llama), most_ahead(config.most_ahead),
-          prompts(llama, config.n_parallel, config.n_checkpoints), ends(config.n_parallel) {
+          prompts(llama, config.n_parallel, config.n_checkpoints), ends(config.n_parallel),
+          decoding(config.n_parallel) {
         llama_set_abort_callback(llama, should_abort, this);
     }
     moe_edge_server(const moe_edge_server &) = delete;
@@ -212,7 +214,10 @@ struct moe_edge_request {
     moe_edge_request(const moe_edge_request &) = delete;
     ~moe_edge_request() {
         std::lock_guard<std::mutex> lock(server->tasks_mutex);
-        server->tasks.erase(task);
+        for (auto it = server->tasks.begin(); it != server->tasks.end();) {
+            it = it->second == this ? server->tasks.erase(it) : std::next(it);
+        }
+        std::replace(server->decoding.begin(), server->decoding.end(), this, static_cast<moe_edge_request *>(nullptr));
     }
 };
 
@@ -355,6 +360,17 @@ size_t moe_edge_server_work(const char * path, const moe_edge_slot & slot) {
     return 1;
 }
 
+// A cancel may have come while another request decoded on the sequence.
+void moe_edge_server_launched(int32_t slot, int32_t task) {
+    std::lock_guard<std::mutex> lock(running->tasks_mutex);
+    const auto found = running->tasks.find(task);
+    running->decoding[slot] = found == running->tasks.end() ? nullptr : found->second;
+    running->cancels.forget(slot);
+    if (running->decoding[slot] && running->decoding[slot]->cancelled) {
+        running->cancels.cancel({ slot });
+    }
+}
+
 void moe_edge_server_place(const moe_edge_slot & slot, server_task & task) {
     running->prompts.place(slot, task);
 }
@@ -367,7 +383,7 @@ void moe_edge_server_token(int32_t task) {
     const auto now = std::chrono::steady_clock::now();
     std::lock_guard<std::mutex> lock(running->tasks_mutex);
     const auto found = running->tasks.find(task);
-    if (found != running->tasks.end()) {
+    if (found != running->tasks.end() && found->second->task == task) {
         moe_edge_request & request = *found->second;
         request.token_times.push_back(std::chrono::duration_cast<std::chrono::microseconds>(now - request.begun).count());
     }
@@ -398,15 +414,14 @@ std::vector<server_task> & moe_edge_server_begin(std::vector<server_task> & task
         beginning->is_queued = true;
         beginning->task = tasks.empty() ? -1 : tasks[0].id;
         std::lock_guard<std::mutex> lock(beginning->server->tasks_mutex);
-        beginning->server->tasks[beginning->task] = beginning;
+        for (const server_task & task : tasks) {
+            beginning->server->tasks[task.id] = beginning;
+        }
     }
     const size_t n = beginning ? beginning->sequences.size() : 0;
     for (size_t i = 0; n && i < tasks.size(); i++) {
         tasks[i].id_slot = beginning->sequences[i % n];
         beginning->server->ends[tasks[i].id_slot] = STOP_TYPE_NONE;
-    }
-    if (beginning) {
-        beginning->server->cancels.forget(beginning->sequences);
     }
     const auto call = n ? beginning->server->before_prompt : nullptr;
     const bool is_known = tasks.size() == 1 || (tasks.size() <= n && !tasks[0].is_parent());
@@ -655,8 +670,16 @@ size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t **
 }
 
 void moe_edge_request_cancel(moe_edge_request * request) {
+    moe_edge_server & server = *request->server;
+    std::lock_guard<std::mutex> lock(server.tasks_mutex);
     request->cancelled = true;
-    request->server->cancels.cancel(request->sequences);
+    std::vector<int32_t> sequences;
+    for (size_t i = 0; i < server.decoding.size(); i++) {
+        if (server.decoding[i] == request) {
+            sequences.push_back(int32_t(i));
+        }
+    }
+    server.cancels.cancel(sequences);
 }
 
 void moe_edge_request_free(moe_edge_request * request) {

@@ -41,7 +41,7 @@ def least(path):
 def test_what_is_seen_is_the_same(model):
     """To the bit, in the smallest memory that works, which the error names."""
     small = least(model)
-    with pytest.raises(BudgetError, match="1 MiB of them for the calibration itself"):
+    with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
         seen_in(model, CalibrationBudget(small - 1, OWN))
     plain, within = seen_in(model, None), seen_in(model, CalibrationBudget(small, OWN))
     assert plain.keys() == within.keys()
@@ -88,7 +88,7 @@ def test_a_cap_is_for_a_text(model, tmp_path):
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
     assert result.exit_code == 2
-    assert "--ram is for reading a text: give --calib TEXT" in result.stderr
+    assert "--ram needs a text: give --calib TEXT" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])

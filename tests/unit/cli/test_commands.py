@@ -46,27 +46,33 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "hello"], " \n", 0, "Hi there!\n", ""),
     (["-p", "x", "--stop", ""], None, 2, "", "'--stop': must be texts that are not empty"),
     (["-p", "sampling", "--stop", "a", "--stop", "b"], None, 0, "0.7 ('a', 'b')\n", ""),
-    (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000: capped at"),
+    (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000 is capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
     # A pipe gets the text as the model said it.
     (["-p", "loud"], None, 0, fake_runtime.HOSTILE + "\n", ""),
     (["-p", "fail"], None, 1, "half an", "Error: model.gguf: read error at offset 4096\n"),
     (["-p", "fail", "--json"], None, 1, "", "Error: model.gguf: read error at offset 4096\n"),
-    ([], "", 2, "", "Error: no prompt: give -p TEXT, or text on stdin, or a terminal\n"),
+    (
+        [],
+        "",
+        2,
+        "",
+        "Error: there is no prompt: give -p TEXT or text on stdin, or use a terminal\n",
+    ),
     (["-p", " "], None, 2, "", "Error: the prompt is empty\n"),
-    (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write it as 6GiB"),
+    (["-p", "x", "--ram", "much"], None, 2, "", "'much' is not a size: write 6GiB"),
     (["-p", "x", "--ram", "5"], None, 2, "", "the size '5' has no unit: write 5GiB"),
     ([], "\ufeffhello\n", 0, "Hi there!\n", ""),
     (["-p", "caf\udce9"], None, 2, "", "the prompt of -p is not UTF-8"),
     (["-p", "x", "--ctx", "many"], None, 2, "", "not a valid int"),
-    (["-p", "x", "--ram", "9" * 30], None, 2, "", "more than any machine has"),
+    (["-p", "x", "--ram", "9" * 30], None, 2, "", "larger than the memory of any machine"),
     (["-p", "x", "--retention", "2"], None, 2, "", "'--retention': must be 0.0 to 1.0, not 2.0"),
     (["-p", "x", "--max-tokens", "0"], None, 2, "", "'--max-tokens': must be 1 to"),
     (["-p", "x", "--low", ""], None, 2, "", "'--low': the name is empty"),
     (["-p", "x", "--policy", "lur"], None, 2, "", f"'--policy': must be {NAMES}, not 'lur'"),
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
-    (["-p", "x", "extra"], None, 2, "", "the model is named twice, extra and -m x.gguf"),
+    (["-p", "x", "extra"], None, 2, "", "the model is given twice, as extra and -m x.gguf"),
 )
 def test_one_shot(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
@@ -101,7 +107,7 @@ def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
     assert len({each.output.splitlines()[-1] for each in said}) == 1
     assert "no.gguf" in said[0].output
     twice = run(*words, "no.gguf", "-m", "other.gguf")
-    assert twice.exit_code == 2 and "the model is named twice" in twice.stderr
+    assert twice.exit_code == 2 and "the model is given twice" in twice.stderr
 
 
 def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
@@ -192,9 +198,9 @@ def test_json_has_the_reasoning(opened):
 
 @cases(
     "options, file, said",
-    (["-p", "x", "--schema", "f"], "{", "--schema f: it is not JSON"),
-    (["-p", "x", "--schema", "f"], "[]", "--schema f: a JSON schema is an object"),
-    (["-p", "x", "--schema", "f", "--grammar", "f"], "{}", "give one of them"),
+    (["-p", "x", "--schema", "f"], "{", "--schema f: the file is not JSON"),
+    (["-p", "x", "--schema", "f"], "[]", "--schema f: a JSON schema must be an object"),
+    (["-p", "x", "--schema", "f", "--grammar", "f"], "{}", "give only one"),
     (["-p", "x", "--schema", "f"], '{"properties": {"a": {"$ref": "#/b"}}}', "--schema f: "),
     (["-p", "x", "--grammar", "none"], "", "none"),
     (["-p", "x", "--grammar", "f"], 'root ::= "yes', "--grammar f: the grammar is refused"),
@@ -252,7 +258,7 @@ def test_a_context_that_is_rounded_up_is_noted(opened, monkeypatch):
 
     monkeypatch.setattr(fake_runtime.FakeRuntime, "__init__", short)
     for asked, said in (
-        (["--ctx", "8"], "--ctx 8: it gets 256, the next size."),
+        (["--ctx", "8"], "--ctx 8 is rounded up to 256."),
         (["--ctx", "256"], ""),
         ([], ""),
     ):

@@ -47,9 +47,9 @@ EITHER = "give either --text FILE or -p TEXT"
         for flag, value in (("--schedule", "flat"), ("--prefetch", "on"))
     ],
     ("chat -m https://huggingface.co/a/b -p x", "hf:OWNER/NAME"),
-    ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens is for a text"),
-    ("calibrate in --calib T --save-imatrix M --out T.json", "is for the table"),
-    ("calibrate in --calib T --save-imatrix M --method rtn", "is for the table"),
+    ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens needs a text"),
+    ("calibrate in --calib T --save-imatrix M --out T.json", "is for the loss table"),
+    ("calibrate in --calib T --save-imatrix M --method rtn", "is for the loss table"),
     # The routing of a trained model is its own.
     ("bench ablation --shape demo --routing uniform", "--routing has no effect with --shape demo"),
 )
@@ -60,12 +60,12 @@ def test_what_makes_no_sense_is_refused(words, said):
 @cases(
     "words, said",
     ("bench --caps much", "'--caps': 'much' is not a list of percentages"),
-    ("bench --runs 3 ablation", "--runs comes after the command"),
+    ("bench --runs 3 ablation", "--runs must follow the subcommand"),
     ("bench --threads 0", "'--threads': must be 1 or more, not 0"),
     ("bench --retention 1.5", "'--retention': must be 0.0 to 1.0, not 1.5"),
     ("pack --tiers q4_k --threads 0 a.gguf b.gguf", "0 is not in the range x>=1"),
-    ("pack --tiers= a.gguf b.gguf", "--tiers names no precision: write it as q8_0,q4_k,q2_k"),
-    ("pack --tiers , a.gguf b.gguf", "--tiers names no precision"),
+    ("pack --tiers= a.gguf b.gguf", "--tiers is empty: give precisions, such as q8_0,q4_k,q2_k"),
+    ("pack --tiers , a.gguf b.gguf", "--tiers is empty"),
     ("trace --out t.npz", EITHER),
     ("trace --out t.npz -p x --text y", EITHER),
     ("trace --out t.npz -p x --prefill 3", "--prefill is for --text"),
@@ -89,7 +89,7 @@ def test_words_that_are_no_command(words, said):
 
 
 def test_a_folder_is_no_model(tmp_path):
-    assert "name a GGUF in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
+    assert "name a GGUF file in it" in refused("chat", "-m", str(tmp_path), "-p", "x")
     (tmp_path / "config.json").touch()
     assert "moe-edge convert" in refused("chat", "-m", str(tmp_path), "-p", "x")
 
@@ -122,8 +122,9 @@ def test_a_table_beside_a_model_that_cannot_be_written_names_out(tmp_path, monke
     monkeypatch.setattr("orchestrator.cache.files.check_target", read_only)
     said = refused("calibrate", DEMO.with_name("other.gguf"), "--calib", __file__)
     assert said.endswith(
-        "other.gguf.calib.json: Read-only file system: the table belongs beside the model. Write "
-        "it elsewhere with --out FILE, and name it with --losses FILE when the model runs"
+        "other.gguf.calib.json: Read-only file system: the loss table belongs next to the model. "
+        "Write it to another place with --out FILE, and name it with --losses FILE when you run "
+        "the model"
     )
     named = refused("calibrate", DEMO, "--calib", __file__, "--out", tmp_path / "t.json")
     assert named == f"Error: {tmp_path / 't.json'}: Read-only file system"
@@ -133,7 +134,7 @@ def test_an_endless_stdin_is_refused(monkeypatch):
     monkeypatch.setattr("orchestrator.cli.chat.LONGEST_PROMPT", 10)
     result = run("chat", "-m", "x.gguf", stdin="x" * 11)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "longer than any context" in result.stderr
+    assert "no context can hold it" in result.stderr
 
 
 @cases(
@@ -172,7 +173,7 @@ def test_a_chat_template_that_is_no_text_is_refused_before_the_model_is_loaded(t
 
 @cases(
     "closing, model, status, stdout, stderr",
-    (">&-", "x.gguf", 1, "", "Error: stdout is closed: send it to a file, or to /dev/null\n"),
+    (">&-", "x.gguf", 1, "", "Error: stdout is closed: redirect it to a file or to /dev/null\n"),
     ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
 )
 def test_a_closed_stream(closing, model, status, stdout, stderr):
@@ -217,7 +218,7 @@ def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
         words, said = [*call.split(), "--force"], "is not a regular file"
     else:
         out.write_text("mine")
-        words, said = call.split(), "exists: choose another name, or replace it with --force"
+        words, said = call.split(), "exists: choose another name, or give --force to replace it"
     places = {"IN": str(model), "OUT": str(out), "TEXT": str(text)}
     result = run(*(places.get(word, word) for word in words))
     assert result.exit_code == 2
@@ -229,7 +230,7 @@ def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
 def test_stdout_is_no_output(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("export", model, "-", "--tier", "q4_k", "--force")
-    assert result.exit_code == 2 and "an output is a file, not stdout" in result.stderr
+    assert result.exit_code == 2 and "an output must be a file, not stdout" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -99,7 +99,7 @@ def test_the_order_of_the_table():
     (["--max-loss", "0.1"], "--max-loss is of one model"),
     (["--vram", "1GiB"], "predicted for the CPU alone"),
     (["--plot", "x.png"], "--plot draws the plans of one model"),
-    (["x.gguf", "-m", "y.gguf"], "the model is named twice"),
+    (["x.gguf", "-m", "y.gguf"], "the model is given twice"),
 )
 def test_what_needs_a_model_says_so(args, said, machine):
     result = plan(*args)

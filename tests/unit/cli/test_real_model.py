@@ -182,7 +182,7 @@ def test_a_conversation_goes_on_in_another_process(model, tmp_path):
     stats = json.loads(out)["stats"]
     assert stats["evaluated_tokens"] == stats["prompt_tokens"] > 200
     code, out, said = chat(model, "--prompt-cache", folder, "--resume", "--json", "-p", "And then?")
-    assert (code, said) == (0, "It continues after 2 messages.\n")
+    assert (code, said) == (0, "The conversation continues after 2 messages.\n")
     again = json.loads(out)["stats"]
     assert again["prompt_tokens"] > stats["prompt_tokens"]
     new = again["prompt_tokens"] - stats["prompt_tokens"]
@@ -199,6 +199,6 @@ def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
 
 def test_there_is_something_to_resume(model, tmp_path):
     code, _, said = chat(model, "--resume", "-p", "x")
-    assert code == 1 and said.startswith("Error: --resume: no conversation is kept in ")
+    assert code == 1 and said.startswith("Error: --resume: there is no saved conversation in ")
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")
-    assert (code, said) == (1, f"Error: --resume: no conversation is kept in {tmp_path}\n")
+    assert (code, said) == (1, f"Error: --resume: there is no saved conversation in {tmp_path}\n")

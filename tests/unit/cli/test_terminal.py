@@ -175,12 +175,12 @@ COMMANDS = [
     ("/set seed -", ["seed -\n"]),
     ("/set max-tokens 100", ["max_tokens 100"]),
     ("/set retention 0.75", ["managed: dymoe r=0.75"]),
-    ("/set", ["min_p 0.5 ", "retention ", "max_tokens 100 ", "Temperature; 0 takes"]),
+    ("/set", ["min_p 0.5 ", "retention ", "max_tokens 100 ", "Temperature; 0 is greedy"]),
     ("/set temp hot", ["Error: the setting 'temp' must be a number from 0 to 100, not 'hot'"]),
     ("/set temp 101", ["must be 0.0 to 100.0, not 101.0"]),
     ("/set temp -", ["must be a number from 0 to 100, not '-'"]),
     ("/set tmp 1", ["Error: no setting tmp can be changed here: did you mean temp?"]),
-    ("/set stop 'a", ["has a quotation mark without its other one"]),
+    ("/set stop 'a", ["has an unmatched quotation mark"]),
     ("/model", ["x.gguf", "fake: 8 layers"]),
     ("/model nowhere.gguf", ["Error: ", "nowhere.gguf"]),
     ("/read", ["Error: /read needs a file name"]),
@@ -263,7 +263,7 @@ def test_what_was_forgotten_is_not_resumed(start, tmp_path):
     assert terminal.finish() == 0
     with Terminal("--prompt-cache", str(tmp_path), "--resume", home=tmp_path) as again:
         assert again.finish() == 1
-        said = f"--resume: no conversation is kept in {tmp_path}"
+        said = f"--resume: there is no saved conversation in {tmp_path}"
         assert said in again.raw and "Hi there!" not in again.raw
 
 
@@ -274,7 +274,7 @@ def kept_by(folder):
 def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     terminal = start()
-    assert "Chats are kept for --resume" in terminal.greeting
+    assert "Chats are saved for --resume" in terminal.greeting
     assert kept_by(tmp_path) == []  # nothing was said yet
     terminal.ask("hello")
     (path,) = kept_by(tmp_path)
@@ -283,11 +283,11 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     terminal.send(CTRL_D)
     assert terminal.finish() == 0
     other = start()
-    assert "Chats are kept" not in other.greeting  # it was said
+    assert "Chats are saved" not in other.greeting  # it was said
     other.ask("more")
     assert len(kept_by(tmp_path)) == 2
     again = start("-m", "x.gguf", "--resume")
-    assert "It continues after 2 messages." in again.greeting
+    assert "The conversation continues after 2 messages." in again.greeting
     again.ask("hello")
     path = max(kept_by(tmp_path), key=lambda each: each.stat().st_mtime_ns)
     assert len(kept_by(tmp_path)) == 2 and len(path.read_text().splitlines()) == 4
@@ -310,7 +310,7 @@ def test_what_is_not_kept(start, tmp_path, monkeypatch, args, stdin):
     args = ("-m", "x.gguf", *args.split())
     if stdin is None:
         terminal = start(*args)
-        assert "Chats are kept" not in terminal.greeting
+        assert "Chats are saved" not in terminal.greeting
         terminal.ask("hello")
     else:
         done = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True, check=True)
@@ -325,12 +325,12 @@ def test_an_answer_may_go_on_from_the_last_chat(start, tmp_path, monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True)
     folder = tmp_path / ".cache" / "moe-edge" / "conversations"
     assert done.returncode == 1
-    assert done.stderr == f"Error: --resume: no conversation is kept in {folder}\n"
+    assert done.stderr == f"Error: --resume: there is no saved conversation in {folder}\n"
     start().ask("hello")
     (path,) = kept_by(tmp_path)
     before = path.read_text()
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == "It continues after 2 messages.\n"
+    assert done.stderr == "The conversation continues after 2 messages.\n"
     assert path.read_text() == before and kept_by(tmp_path) == [path]
 
 

@@ -185,5 +185,5 @@ def test_no_more_lines_are_read_than_their_tokens_need(tmp_path):
 
 
 def test_what_has_no_checksum_is_nothing_to_calibrate_on():
-    with pytest.raises(ConfigError, match="/dev/zero is no file"):
+    with pytest.raises(ConfigError, match="/dev/zero is not a regular file"):
         read_calibration(Words().tokenize, Path("/dev/zero"))

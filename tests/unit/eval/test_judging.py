@@ -136,9 +136,9 @@ ERRORS = [
     ([], "nothing to evaluate"),
     (["--text", "none.txt"], "none.txt: No such file"),
     (["--choices", "x", "--kl"], "--kl needs a text"),
-    (["--text", "x", "--window", "2"], "--window must be 8 or more"),
-    (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is another name of --max-to"),
-    (["--text", "x", "--out", "d"], "--out is where a study writes"),
+    (["--text", "x", "--window", "2"], "--window must be at least 8"),
+    (["--text", "x", "--max-tokens", "5", "--tokens", "9"], "--tokens is the old name of --max-to"),
+    (["--text", "x", "--out", "d"], "--out is for the output of a study"),
     (
         ["--text", "x", "--study", "nonsense", "--out", "d"],
         "unknown study 'nonsense': choose one of acc",

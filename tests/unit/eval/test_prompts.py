@@ -130,8 +130,8 @@ def test_the_command_scores_what_is_behind_the_prompts(model, text):
 
 def test_prompts_that_leave_nothing(tmp_path):
     for options, message in (
-        ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 leaves nothing"),
-        ({"prefill": True, "prompt_tokens": 0}, "leave out --prompt-tokens"),
+        ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 must be smaller"),
+        ({"prefill": True, "prompt_tokens": 0}, "remove --prompt-tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             EvalOptions(text=tmp_path / "t", **options).check()

@@ -159,7 +159,7 @@ def call(*words):
 def test_command(copy, tmp_path):
     result = call(copy)
     assert result.exit_code == 0
-    assert result.stderr.startswith(f"Note: {copy}: has no checksums, ")
+    assert result.stderr.startswith(f"Note: {copy}: the file has no checksums, ")
     assert result.stdout.startswith(f"{copy}: good: ")
     assert "experts in q4_k, q2_k\n" in result.stdout
     facts = json.loads(call("--json", copy).stdout)

@@ -88,7 +88,7 @@ def test_a_checkpoint(server):
     result = pull("o/n")
     assert [Path(line).name for line in result.stdout.splitlines()] == sorted(wanted)
     *_, advice, command = result.stderr.splitlines()
-    assert advice.endswith("a checkpoint has to be converted before it can run, as by")
+    assert advice.endswith("Convert the checkpoint before you run it:")
     words = shlex.split(command)
     assert words[:2] == ["moe-edge", "convert"] and words[-1] == "n.gguf"
     assert sorted(os.listdir(words[-2])) == sorted(wanted)
@@ -205,7 +205,7 @@ def test_ctrl_c_says_that_nothing_is_lost(server, monkeypatch):
     monkeypatch.setattr(module, "fetch", stop)
     result = pull("o/n")
     assert result.exit_code == 130
-    assert "what is here stays, and the same command goes on" in result.stderr.splitlines()[-1]
+    assert "the downloaded part is kept. Repeat the command" in result.stderr.splitlines()[-1]
 
 
 def test_revisions(server):

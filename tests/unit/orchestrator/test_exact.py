@@ -130,4 +130,4 @@ def test_pack_by_memory(paths, tmp_path):
         assert [tier.name for tier in model.tiers] == ["q8_0", "q4_k", "q3_k", "q2_k"]
     for args in ((), ("--tiers", "q4_k", "--for-ram", "1GiB")):
         refused = run("pack", source, tmp_path / "other.gguf", *args)
-        assert refused.exit_code == 2 and "--for-ram SIZE for those that suit" in refused.stderr
+        assert refused.exit_code == 2 and "--for-ram SIZE to choose them" in refused.stderr

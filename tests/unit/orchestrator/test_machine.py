@@ -49,16 +49,16 @@ def test_copies_to_a_device_are_timed(model):
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)
-    assert "there and back" in text and "all are copied: host memory cannot be pinned" in text
+    assert "there and back" in text and "copied to the GPU: host memory cannot be pinned" in text
 
 
 def test_the_quickest_way_of_a_miss_is_named():
     slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, compute=20e9)
     line = misses_line(slow_link, 2_400_000)
-    assert "copied 2.40 ms, computed here 0.12 ms" in line
-    assert "0.02 ms a layer" in line and "first of a layer is computed here" in line
+    assert "copied 2.40 ms, computed on the CPU 0.12 ms" in line
+    assert "0.02 ms per layer" in line and "first miss of a layer is computed on the CPU" in line
     far = slow_link._replace(round_trip_us=5000)
-    assert "is copied, more are shared" in misses_line(far, 2_400_000)
+    assert "is copied, further ones are split" in misses_line(far, 2_400_000)
     assert "computed" not in misses_line(far._replace(compute=0), 2_400_000)
 
 

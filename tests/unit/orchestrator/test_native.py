@@ -107,7 +107,7 @@ def test_closed_store_says_so(runtime):
     ("int llama_nothing(void) { return 0; }", rf"stock package.*{built.advice()}"),
     (
         "int moe_edge_abi_version(void) { return 99; }",
-        f"ABI 99, this Python code needs {ABI_VERSION}",
+        f"ABI 99, but this Python code needs {ABI_VERSION}",
     ),
 )
 def test_another_library_is_refused(tmp_path, source, said):

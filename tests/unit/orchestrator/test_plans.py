@@ -321,9 +321,9 @@ def test_text_and_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
-    assert "`chat` and `serve` take " + found.why in text
+    assert "`chat` and `serve` use " + found.why in text
     assert len(rows) == len(found.candidates) + 4
-    assert "all experts in Q4_K lose 0.012 nats from Q8_0" in text
+    assert "all experts in Q4_K lose 0.012 nats per token from Q8_0" in text
     busy = render(replace(found, disturbed=True), TIERS[0])
     assert busy == f"{text}\n{DISTURBED}"
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")

@@ -260,8 +260,8 @@ def test_end_to_end_times_are_compared_with_both_bases():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "name a trace"),
-        (("--hot=2",), "--hot is for a replay on near-data memory"),
+        ((), "give a trace"),
+        (("--hot=2",), "--hot needs --near-data"),
         (("--near-data", "--policy=lru"), "--policy has no effect with --near-data"),
         (("--near-data", "--hot=7"), "--hot 7: the GPU's 80 GB hold at most 6"),
         (("--near-data", "--hot=9"), "mixtral-8x7b has 8 per layer"),

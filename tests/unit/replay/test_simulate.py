@@ -232,7 +232,7 @@ def test_report(library):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"policy": "plain"}, ConfigError, "no store to replay"),
+        ({"policy": "plain"}, ConfigError, "no expert store to replay"),
         ({"policy": "other"}, MoeEdgeError, "unknown policy 'other'; known: lru, dymoe"),
         (
             {"expert_ram": 4096},
@@ -240,7 +240,7 @@ def test_report(library):
             "--expert-ram 4 KiB is too small: the smallest that works",
         ),
         ({"high_tier": "q8_0"}, TraceError, "no tier q8_0: choose one of q4_k, q2_k"),
-        ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k is not below"),
+        ({"policy": "dymoe", "low_tier": "q4_k"}, TraceError, "q4_k must have fewer bits"),
         (
             {"policy": "dymoe", "settings": {"n_ahead": 2}},
             ConfigError,
@@ -268,5 +268,5 @@ def test_refused(library, options, error, said):
 def test_no_bandwidth_anywhere(library):
     trace = random_trace(np.random.default_rng(0))
     unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
-    with pytest.raises(ConfigError, match="give --bandwidth"):
+    with pytest.raises(ConfigError, match="such as --bandwidth 2GB"):
         replay(library, unknown, ReplayOptions())

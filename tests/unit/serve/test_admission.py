@@ -23,7 +23,7 @@ from orchestrator.serve.admission import (
     WHOLE_FACTOR,
     Bodies,
     Gate,
-    Unread,
+    UnreadAnswers,
 )
 from orchestrator.serve.bodies import PIECE_CHARS, Words
 from orchestrator.serve.served import PROCESS_BYTES, SCORE_BYTES, SCORED_MOST, answering
@@ -408,7 +408,7 @@ async def test_a_request_takes_what_its_sequence_still_holds():
 
 def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first():
     gone = []
-    unread = Unread(100)
+    unread = UnreadAnswers(100)
     for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):
         unread.keep(name, n_bytes, partial(gone.append, name))
         assert unread.n_bytes <= 100 or name == "d"

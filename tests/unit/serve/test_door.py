@@ -110,7 +110,7 @@ def test_a_server_for_others_needs_a_key(tmp_path):
     with pytest.raises(TextFileError, match=r"keys: not UTF-8 text .byte 0x.. at offset 2"):
         ServeSettings(api_key_file=keys).keys()
     keys.write_text("\n")
-    with pytest.raises(ConfigError, match="has no key in it"):
+    with pytest.raises(ConfigError, match="the file has no keys"):
         ServeSettings(api_key_file=keys).keys()
 
 
@@ -148,14 +148,14 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     (b"\xef\xbb\xbf[]", 400, "JSON object"),
     (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
     (b'{"a": "\\ud800"}', 400, "half a character"),
-    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 deep"),
+    (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", 400, "more than 100 levels deep"),
     (with_said(seed=2, temperature=0.5).replace(b"0.5", b"1e400"), 400, "from 0 to"),
     (with_said(chat_template_kwargs={"a": 0.5}).replace(b"0.5", b"1e400"), 400, "too large"),
     (with_said(n=2), 400, "--parallel"),
     (with_said(n="two"), 400, "n must be a whole number from 1"),
     (with_said(n=1, n_cmpl=2), 400, "--parallel"),
     # Small values take a hundred times their length in memory and more.
-    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "at most 10922 values"),
+    (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "more than 10922 JSON values"),
     *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
 def test_bodies_that_cannot_be_served(body, status, says):
@@ -170,7 +170,7 @@ def test_a_body_is_as_long_as_the_context_has_use_for():
     assert longest == [2**17, 2**17, 2**19, 99]
 
 
-ROOM = ": the context has room for --body-limit 512KiB"
+ROOM = ": send less, or start the server with --body-limit 512KiB, the context's size"
 
 
 @pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
@@ -181,19 +181,19 @@ def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx
     reply = ask(app_for(served), CHAT, b" " * 2**18)
     said = reply.json()["error"]["message"]
     assert reply.status == 413 and "--body-limit" in said and says in said, said
-    assert ("the context has room" in said) is (n_ctx > 512)
+    assert ("--body-limit 512KiB" in said) is (n_ctx > 512)
 
 
 class Failing(FakeServed):
     def query(self, route, body=b""):
-        raise NativeError("there was no memory for the answer")
+        raise NativeError("there was too little memory for the answer")
 
 
 @pytest.mark.parametrize(("path", "data"), [("/tokenize", {"content": "a"}), ("/props", None)])
 def test_a_native_failure_on_a_quick_path_is_its_sentence(path, data):
     reply = ask(app_for(Failing()), path, data)
     assert reply.status == 500
-    assert reply.json()["error"]["message"] == "there was no memory for the answer"
+    assert reply.json()["error"]["message"] == "there was too little memory for the answer"
 
 
 def test_a_model_is_found_by_its_name():

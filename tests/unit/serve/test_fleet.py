@@ -73,7 +73,7 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores():
 
     with pytest.raises(MoeEdgeError, match="give ram=SIZE"):
         app({"model": "model.gguf"})
-    with pytest.raises(MoeEdgeError, match="leave port out"):
+    with pytest.raises(MoeEdgeError, match="leave out port"):
         app({**GIVEN, "port": 8080})
     made = app({**GIVEN, "threads": 3, "queue": 5, "timeout": 60})._bound_deployment
     assert made.ray_actor_options == {"memory": 2**30, "num_cpus": 3}

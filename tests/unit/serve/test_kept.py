@@ -75,7 +75,7 @@ def test_a_conversation_makes_room_for_another_one_and_comes_back(model, tmp_pat
         _, n_read, n = asked(server, going_on(LONG, said))
         assert n_read <= n - n_long + 1
         status, text = server.end(signal.SIGTERM)
-        assert status == 0 and "still at work" not in text
+        assert status == 0 and "still working" not in text
     # And behind its end.
     with started(model, folder) as server:
         for other in others:

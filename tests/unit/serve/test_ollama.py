@@ -189,12 +189,12 @@ def test_the_model_is_described_as_ollama_does():
     "path, asked, status, says",
     ("/api/chat", {"messages": "a"}, 400, "messages must be a list of at most 4096 items"),
     ("/api/chat", {"messages": SAID, "options": {"top_p": 2}}, 400, "options.top_p must be"),
-    ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's own is used"),
-    ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "/infill fills gaps"),
-    ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text alone"),
-    ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not served"),
+    ("/api/chat", {"messages": SAID, "template": "x"}, 400, "the model's chat template is used"),
+    ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "use /infill"),
+    ("/api/generate", {"prompt": "a", "images": ["b"]}, 400, "the model reads text only"),
+    ("/api/chat", {"messages": [{**SAID[0], "images": ["b"]}]}, 400, "images are not supported"),
     ("/api/chat", {"messages": SAID, "moe_edge": {"bad": 1}}, 400, "bad is no setting"),
-    ("/api/embed", {"input": "a"}, 404, "/api/embed is nothing that this server has"),
+    ("/api/embed", {"input": "a"}, 404, "/api/embed is not a path of this server"),
 )
 def test_an_error_is_a_sentence(path, asked, status, says):
     reply = ask(app_for(FakeServed()), path, asked)
@@ -209,7 +209,7 @@ def test_an_answer_that_breaks_off_says_why():
     reply = reply_of(refused, "/api/chat", {"messages": SAID, "stream": False})
     assert (reply.status, reply.json()) == (400, {"error": "too long"})
     reply = ask(app_for(FakeServed(), api_key="k"), "/api/tags")
-    assert reply.status == 401 and "a key is missing" in reply.json()["error"]
+    assert reply.status == 401 and "API key is missing" in reply.json()["error"]
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])

@@ -11,7 +11,7 @@ from asgi import HANG_S, end_of, in_a_loop
 from orchestrator.runtime import answer as runtime_module
 from orchestrator.runtime.answer import FAST, Answer
 from orchestrator.serve import answer as module
-from orchestrator.serve.admission import outlasting
+from orchestrator.serve.admission import finish_despite_cancel
 from orchestrator.serve.answer import Parts
 
 N = 20_000
@@ -259,7 +259,7 @@ async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
     ended = threading.Event()
     loop = asyncio.get_running_loop()
     work = loop.run_in_executor(None, ended.wait, HANG_S)
-    waiting = asyncio.create_task(outlasting(work, ended.set))
+    waiting = asyncio.create_task(finish_despite_cancel(work, ended.set))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

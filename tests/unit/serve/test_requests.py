@@ -129,14 +129,14 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (CHAT, {"response_format": FORM | {"json_schema": 3}}, "json_schema"),
     (RESPONSES, {"text": {"format": 3}}, "must be an object"),
     (RESPONSES, {"text": {"format": FORM | {"schema": 3}}}, OBJECT),
-    (MESSAGES, {"output_config": {"format": {"type": "text"}}}, "must be a json_schema"),
+    (MESSAGES, {"output_config": {"format": {"type": "text"}}}, "must be json_schema"),
     (MESSAGES, {"output_config": {"format": FORM | {"schema": "x"}}}, OBJECT),
     (COMPLETIONS, {"logprobs": 6}, "logprobs must be a whole number from 0 to 5"),
     (COMPLETIONS, {"logprobs": True}, "logprobs must be"),
     (COMPLETIONS, {"prompt": None}, "prompt is missing"),
     (NATIVE, {"n_probs": "many"}, "n_probs must be a whole number"),
     (NATIVE, {"n_probs": 10**6}, "n_probs is 1000000"),
-    (NATIVE, {"n_probs": 100, "n_predict": 400}, "no room in memory"),
+    (NATIVE, {"n_probs": 100, "n_predict": 400}, "has no memory for 400 tokens"),
     (RESPONSES, {"input": []}, "input must be"),
     ("/tokenize", {"content": {"a": 1}}, "content must be"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0] must be"),
@@ -145,14 +145,18 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
         for wrong in (-1, 2**31, True)
     ],
     # More than is computed for one request.
-    (CHAT, {"x": nested(MOST_DEPTH)}, "nests more than 100 deep"),
+    (CHAT, {"x": nested(MOST_DEPTH)}, "nested more than 100 levels deep"),
     (CHAT, {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
     (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
     # A token that the model does not have.
-    (CHAT, {"logit_bias": {"4096": -100}}, "logit_bias has token 4096, and the model has"),
-    (CHAT, {"logit_bias": {"9" * 9000: 1}}, "logit_bias has token 99999999999999999999, and"),
-    (CHAT, {"logit_bias": {" -1": -100}}, "logit_bias has token -1"),
-    (COMPLETIONS, {"logit_bias": [[5, 1], [99_999_999, False]]}, "logit_bias has token 99999999"),
+    (
+        CHAT,
+        {"logit_bias": {"4096": -100}},
+        "logit_bias names token 4096, but the model's token ids are",
+    ),
+    (CHAT, {"logit_bias": {"9" * 9000: 1}}, "logit_bias names token 99999999999999999999, but"),
+    (CHAT, {"logit_bias": {" -1": -100}}, "logit_bias names token -1"),
+    (COMPLETIONS, {"logit_bias": [[5, 1], [99_999_999, False]]}, "logit_bias names token 99999999"),
     (MESSAGES, {"logit_bias": [[10**15, 1]]}, "logit_bias"),
     (NATIVE, {"logit_bias": {"": 1}}, "logit_bias has an empty text"),
     (CHAT, {"logit_bias": [[False, 1]]}, "logit_bias has false: give a token id or a text"),
@@ -187,22 +191,22 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (COMPLETIONS, {"suffix": "b"}, INFILL),
     (COMPLETIONS, {"echo": True}, "echo"),
     *[
-        (each, {"echo": True}, "echo is not served")
+        (each, {"echo": True}, "echo is not supported")
         for each in (INFILL, NATIVE, RESPONSES, MESSAGES)
     ],
     (RESPONSES, {"conversation": "conv_1"}, "conversation"),
     (RESPONSES, {"background": True}, "background"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "runs no tools"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "cannot run tools"),
     (MESSAGES, said(DOCUMENT), "document"),
     (MESSAGES, said({"type": "tool_result", "content": [DOCUMENT]}), "document"),
     (COUNT, said(DOCUMENT), "document"),
-    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "runs no tools"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "cannot run tools"),
     (MESSAGES, {"mcp_servers": [{"url": "https://mcp.example"}]}, "mcp_servers"),
     # A choice of tools that cannot be met.
     (CHAT, {"tool_choice": "required"}, "has no tools"),
     (CHAT, {"tools": {}, "tool_choice": "auto"}, "tools must be a list"),
-    (CHAT, {"tools": ONE, "tool_choice": choice("b")}, "'b', which is none"),
+    (CHAT, {"tools": ONE, "tool_choice": choice("b")}, "'b', but tools has no"),
     *[
         (CHAT, {"tools": ONE, "tool_choice": wrong}, "must be")
         for wrong in ("sometimes", 3, {"type": "function"}, allowed(3))

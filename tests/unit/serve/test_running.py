@@ -137,7 +137,7 @@ def test_what_cannot_be_ended_is_not_waited_for(library, where):
         service.stop()
         assert service.close(0.0) is not bool(where)
         assert stuck.kept == bool(where)
-        assert [line for line in lines if "ends without it" in line] == lines
+        assert [line for line in lines if "exits without waiting" in line] == lines
     finally:
         go_on.set()
 

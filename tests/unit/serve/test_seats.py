@@ -11,7 +11,7 @@ from served import running
 from speaking import CAPITAL
 from tables import cases
 
-from orchestrator.serve.admission import Conversation, Seats, conversations_of
+from orchestrator.serve.admission import Conversation, SlotManager, conversations_of
 from orchestrator.serve.app import application
 
 SYSTEM = {"role": "system", "content": "You are a helper who knows many countries. " * 6}
@@ -37,7 +37,7 @@ def take(seats, *said):
 
 
 def test_conversations_with_one_system_prompt_keep_their_sequences():
-    seats = Seats(3)
+    seats = SlotManager(3)
     assert [take(seats, "one"), take(seats, "two")] == [0, 1]
     for _ in range(3):
         assert take(seats, "one", "said", "more") == 0
@@ -49,14 +49,14 @@ def test_conversations_with_one_system_prompt_keep_their_sequences():
 
 
 def test_a_new_one_gets_what_was_left_alone_for_the_longest():
-    seats = Seats(2)
+    seats = SlotManager(2)
     assert [take(seats, "one"), take(seats, "two"), take(seats, "one", "said", "more")] == [0, 1, 0]
     assert take(seats, "three") == 1
     assert take(seats, "two", "said", "more") == 0
 
 
 def test_what_a_sequence_may_still_hold_is_known():
-    seats = Seats(2)
+    seats = SlotManager(2)
     for said, cells in (("one", 300), ("two", 200)):
         taken, held = seats.take([asked(chat(said))], cells)
         assert held == 0
@@ -68,16 +68,16 @@ def test_what_a_sequence_may_still_hold_is_known():
 
 
 def test_a_sequence_that_decodes_is_given_to_nobody_else():
-    seats = Seats(2)
+    seats = SlotManager(2)
     assert seats.take([asked(chat("one"))])[0] == [0]
     assert seats.take([asked(chat("one", "said", "more"))])[0] == [1]
 
 
 def test_tools_belong_to_what_others_have_too():
     with_tools = {**chat("one"), "tools": [CAPITAL]}
-    assert asked(with_tools).goes_on(asked(chat("one"))) == 0
-    assert asked({**chat("two"), "tools": [CAPITAL]}).goes_on(asked(with_tools)) == 0
-    assert asked(with_tools).goes_on(asked(with_tools)) > 0
+    assert asked(with_tools).n_shared_with(asked(chat("one"))) == 0
+    assert asked({**chat("two"), "tools": [CAPITAL]}).n_shared_with(asked(with_tools)) == 0
+    assert asked(with_tools).n_shared_with(asked(with_tools)) > 0
 
 
 @cases(
@@ -91,7 +91,7 @@ def test_tools_belong_to_what_others_have_too():
     ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
 )
 def test_texts_tokens_and_responses(before, after, goes_on):
-    assert (asked(after).goes_on(asked(before)) > 0) is goes_on
+    assert (asked(after).n_shared_with(asked(before)) > 0) is goes_on
 
 
 @cases(

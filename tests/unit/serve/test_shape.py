@@ -92,8 +92,8 @@ def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
 
 @cases(
     "path, data, says",
-    (COMPLETIONS, FIVE | {"max_tokens": 427}, "an answer of 427 tokens"),
-    (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "ask for 213 tokens"),
+    (COMPLETIONS, FIVE | {"max_tokens": 427}, "no memory for 427 tokens"),
+    (COMPLETIONS, FIVE | {"prompt": ["a", "b"], "max_tokens": 214}, "at most 213 tokens"),
     (NATIVE, {"prompt": "a", "n_probs": 2560}, "an answer has memory for 2559"),
     (NATIVE, {"prompt": ["a"] * 64, "n_probs": 40}, "each of 64 answers has memory for 39"),
 )

@@ -22,6 +22,7 @@ from orchestrator.lab.bench.child import (
     token_stream,
 )
 from orchestrator.lab.bench.options import BenchOptions
+from orchestrator.native.abi import WAITS
 
 
 def job(**changes):
@@ -120,12 +121,13 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
         def stats(self):
             keys = ("demand_bytes", "prefetch_bytes", "requests", "hits", "copy_bytes")
-            keys += ("host_computed_bytes",)
+            keys += ("host_computed_bytes", "host_computed")
             found = SimpleNamespace(**{key: [0, 0] for key in keys})
             found.demand_bytes, found.prefetch_bytes = [0, self.read], [0, 2 * self.read]
             found.routed = [[0, 0, 0], [3, 2, 1]]
             found.prefetch_used, found.prefetch_wasted, found.budget_bytes = 3, 1, 9
-            found.transition_bytes = 0
+            found.transition_bytes = found.transitions_begun = found.table_writes = 0
+            found.locks, found.waited_ns = [0, 0], [[0] * len(WAITS)] * 2
             return found
 
         def callback_us(self, since):
@@ -148,7 +150,7 @@ def test_a_part_has_what_the_store_counted_meanwhile():
 
 def test_what_does_not_fit_the_model_is_refused_before_measuring(no_disk):
     options = CapOptions(shape="demo", prompt_tokens=900, tokens=300)
-    with pytest.raises(ConfigError, match="context of 1280 tokens, the model was made for 1024"):
+    with pytest.raises(ConfigError, match="context of 1280 tokens, the model was trained for 1024"):
         Caps().run(options)
 
 
@@ -197,7 +199,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch, tmp
     options = BenchOptions(shape="qwen3-30b", layers=48)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=20 * 10**9))
     notes = []
-    with pytest.raises(MoeEdgeError, match=r"takes 25\.12 GiB, and .* has 18\.63 GiB"):
+    with pytest.raises(MoeEdgeError, match=r"needs 25\.12 GiB, and .* has 18\.63 GiB"):
         models.build_models(options, ("q4_k", "q2_k"), notes.append)
     assert "writing 25.12 GiB" in notes[0]
     assert not list(tmp_path.rglob("*.gguf"))

@@ -129,7 +129,7 @@ def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
     ("args", "message"),
     [
         (["--policy", "lru"], "--study cannot be combined with --policy"),
-        (["--retention", "0.5"], "leave out --retention"),
+        (["--retention", "0.5"], "--study cannot be combined with --retention"),
         (["--reuse"], "--study cannot be combined with --prefill"),
     ],
 )

@@ -105,4 +105,4 @@ def test_the_loss_of_a_trace(library, trace, tmp_path):
     refused = CliRunner().invoke(cli, [*arguments, "--out", str(out), "--expert-ram", "64MiB"])
     assert "all experts were in memory" not in refused.stderr  # each was loaded once
     refused = CliRunner().invoke(cli, ["replay", str(trace), "--out", str(out)])
-    assert refused.exit_code == 2 and "give --study NAME" in refused.stderr
+    assert refused.exit_code == 2 and "add --study NAME" in refused.stderr
