@@ -236,9 +236,9 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Allowed quality loss, estimated; Q4_K loses about 0.01. The mean KL divergence of an "
-        "answer's token probabilities from those of the best precision in use, in nats per token, "
-        "as moe-edge calibrate estimates it. Default with --policy floor: 0.01.",
+        "Allowed quality loss, in nats per token. It is the mean KL divergence of an answer's "
+        "token probabilities from those of the best precision in use, as moe-edge calibrate "
+        "estimates it. Q4_K loses about 0.01. Default with --policy floor: 0.01.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
