@@ -446,7 +446,7 @@ class FIRMSettings(LookAhead):
         return self.tune or (ALL if self.votes is None else OFF)
 
     @property
-    def usual_ahead(self) -> int:
+    def default_ahead(self) -> int:
         """The number of voting layers, or the paper's number if it is tuned."""
         return self.deepest or depth_of(self.agree, 3)
 
