@@ -133,7 +133,7 @@ class Planner:
             config = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
         with self._probe:
             runs = self._faster(self._laid_out(config))
-        self.brings = self._would_bring(runs)
+        self.brings = self._loss_note(runs)
         return runs
 
     def _may_switch(self, config: Config, plan: MemoryPlan) -> bool:
@@ -163,7 +163,7 @@ class Planner:
             return others.get(id(faster_lossless(usual, found)), runs)
         return runs
 
-    def _would_bring(self, runs: Runs) -> str | None:
+    def _loss_note(self, runs: Runs) -> str | None:
         """Return a note on the speed-up that the default allowed loss would give to a lossless
         conversation without a named policy; None if it is small or not known without measuring."""
         config, plan = runs.config, runs.plan
@@ -244,7 +244,7 @@ class Planner:
 
     @cached_property
     def _uses(self) -> np.ndarray:
-        """How often a token uses each expert, [n_layers, n_expert]."""
+        """The number of uses of each expert per token, [n_layers, n_expert]."""
         return known_uses(self._config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:

@@ -320,7 +320,7 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     If every expert stays resident, each is in the tier in which its policy starts it; otherwise the
     slots are least-recently-used caches.
     """
-    slots = plan.slots_behind(n_cells)
+    slots = plan.slots_after(n_cells)
     placement = plan.placement
     assert placement is not None and slots is not None
     if placement.wants.all_resident:

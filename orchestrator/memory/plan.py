@@ -153,7 +153,7 @@ class MemoryPlan:
         context."""
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
-    def slots_behind(self, n_cells: int) -> SlotPlan | None:
+    def slots_after(self, n_cells: int) -> SlotPlan | None:
         """Return the slots that remain for an answer with n_cells of the context in use."""
         shared = self.shared
         if shared is None or self.slots is None:
@@ -229,7 +229,7 @@ def own_context(request: PlanRequest, model: ExpertModel) -> int:
     return model.hparams.context_length * (1 + request.sequences)
 
 
-def usual_context(request: PlanRequest, model: ExpertModel) -> int:
+def default_context(request: PlanRequest, model: ExpertModel) -> int:
     """Return the requested context or the minimum default, limited to the training context."""
     asked = request.config.ctx or LEAST_CONTEXT
     return min(asked, own_context(request, model) or asked)
@@ -251,7 +251,7 @@ def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
     """Return the sizes for which llama.cpp is asked to count its memory: first those that decide
     whether everything fits, then all sizes."""
-    config, usual = request.config, usual_context(request, model)
+    config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(config.ubatch or SIZES[0], usual)
     every = {
@@ -319,7 +319,7 @@ class _Layout:
         """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
-        n_ctx = n_ctx or usual_context(request, model)
+        n_ctx = n_ctx or default_context(request, model)
         n_tokens = min(n_tokens or config.ubatch or SIZES[0], n_ctx)
         found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)

@@ -212,7 +212,7 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
     return [True] if asked == HOST or shares_slots else [False, True]
 
 
-def like_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
+def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
     Raises PolicyError if near_bits is less than the smallest tier needs."""
     bits = near.bits
@@ -378,7 +378,7 @@ class ContextAware(Policy):
         most = n if asked is None else min(n, asked)
         fewest = 1 if asked is None else most
         for on_host, n_hot in product(places, range(most, fewest - 1, -1)):
-            counts = like_counts(n - n_hot, near, settings)
+            counts = uniform_counts(n - n_hot, near, settings)
             pools = pools_of(shape, near, n_hot, counts, shares_slots, on_host)
             slots = pools.plan()
             if slots.total_bytes <= budget_bytes:

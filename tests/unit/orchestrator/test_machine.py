@@ -99,7 +99,7 @@ def test_vram_caps_everything_there(planned, model):
 def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
-    with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
+    with pytest.raises(BudgetError, match="with a GPU: the minimum is") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
     with pytest.raises(BudgetError, match=r"--ram 40 MiB is too small with") as more:

@@ -289,7 +289,7 @@ class Skipping(Takes):
 
 @cases(
     "settings, fitted, measured, says",
-    ({}, True, True, "With --max-loss 0.01 it would answer about 2.0 times as fast"),
+    ({}, True, True, "--max-loss 0.01 would be about 2.0x as fast"),
     ({}, False, True, None),
     ({}, True, False, None),
     ({"policy": "lru"}, True, True, None),
