@@ -13,9 +13,9 @@ from orchestrator.config import Config
 from orchestrator.cost.losses import LossModel
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext, Model
+from orchestrator.plan.planning import Plan
 from orchestrator.policy import Policy
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded
@@ -66,7 +66,7 @@ class Inside:
         return self.driver.policy
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         """The memory plan: sizes of weights, expert slots and context."""
         return self.loaded.plan
 
@@ -107,7 +107,7 @@ class Evaluator:
         return self.inside.config
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         """The memory plan: sizes of weights, expert slots and context."""
         return self.inside.plan
 

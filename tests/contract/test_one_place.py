@@ -29,7 +29,7 @@ USES = {
     "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
         "orchestrator/runtime/driver.py",
-        "orchestrator/memory/layouts.py",
+        "orchestrator/plan/layouts.py",
         "orchestrator/lab/replay/report.py",
     },
 }

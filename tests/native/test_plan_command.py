@@ -18,7 +18,7 @@ from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
-from orchestrator.memory.plan import MemoryPlan
+from orchestrator.plan.planning import Plan
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
@@ -33,7 +33,7 @@ class Takes:
     """A token takes as long as its experts have bytes; absent ones ten times as long, or five
     times where a loss is spent on them."""
 
-    plan: MemoryPlan
+    plan: Plan
     slower: float = 10.0
     residency = SimpleNamespace(hit_rate=1.0)
     read_bytes: float = 0.0

@@ -14,11 +14,11 @@ from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.memory.choice import check_unused
-from orchestrator.memory.layouts import wants_own_layout
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory
-from orchestrator.memory.tiers_for import tiers_for
+from orchestrator.plan.choice import check_unused
+from orchestrator.plan.layouts import wants_own_layout
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.tiers_for import tiers_for
 
 
 def planned(model, **settings):

@@ -9,13 +9,13 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory import machine
-from orchestrator.memory.footprint import model_shape
-from orchestrator.memory.plan import plan as plan_of
-from orchestrator.memory.plan import planned as needed
-from orchestrator.memory.request import PlanRequest
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
+from orchestrator.plan import machine
+from orchestrator.plan.footprint import model_shape
+from orchestrator.plan.planning import plan as plan_of
+from orchestrator.plan.planning import planned as needed
+from orchestrator.plan.request import PlanRequest
 
 pytestmark = pytest.mark.usefixtures("library")
 
