@@ -52,6 +52,7 @@ GROUPS = {
     },
     "Research": {
         "bench": Where("measure", "bench", "Compare upstream and all policies on this machine."),
+        "paper": Where("paper", "paper", "Show the tables and figures of a paper beside ours."),
         "eval": Where("measure", "evaluate", "Measure quality: perplexity, KL, choices; studies."),
         "trace": Where("replay", "trace", "Record the routing of a run, for `moe-edge replay`."),
         "replay": Where("replay", "replay", "Replay a trace with another policy, memory or disk."),

@@ -18,15 +18,14 @@ from orchestrator.errors import ConfigError
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 
 
-def require_matplotlib(option: str) -> None:
+def require_matplotlib(option: str | None = None) -> None:
     """Raise ConfigError if matplotlib is not installed.
 
-    `option` is the option that needs a plot.
+    `option` is the option that needs a plot, if a command works without it.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`, or remove {option}"
-        )
+        advice = f", or remove {option}" if option else ""
+        raise ConfigError(f"a plot needs matplotlib: run `pip install 'moe-edge[plot]'`{advice}")
 
 
 def save_figure(figure: Any, path: Path) -> None:

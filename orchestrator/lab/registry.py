@@ -65,6 +65,9 @@ STUDIES = {
     "near-bits": Place("study.near_data:NearBits", paper="near-data"),
 }
 
+# Each paper's list of tables and figures.
+PAPERS = {name: Place(f"papers.{name}:PAPER") for name in ("dymoe", "dynaexq", "firm", "context")}
+
 # Studies of a recorded run.
 REPLAY_STUDIES = {
     "firm": Place("study.firm:FirmParts", paper="FIRM-MoE"),

@@ -1,0 +1,66 @@
+"""`moe-edge paper`: the tables and figures of a paper, measured on a model."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from orchestrator.chat.console import Console, strip_controls
+from orchestrator.cli.help import Command
+from orchestrator.cli.options import (
+    FILE,
+    JSON,
+    LOW,
+    THREADS,
+    make_config,
+    note,
+    option,
+)
+from orchestrator.lab.registry import PAPERS
+
+
+@click.command(cls=Command)
+@click.argument("name", metavar=f"[{'|'.join(PAPERS)}]", type=click.Choice(list(PAPERS)))
+@option(
+    "-m --model FILE", "Model, a MoE model in several precisions.  [default: the demo]", type=str
+)
+@LOW
+@option(
+    "--out DIR",
+    "Folder of the results. A repeated command goes on from what is finished there.  "
+    "[default: paper-NAME]",
+)
+@option(
+    "--data DIR",
+    "Folder of texts to measure on: each .jsonl or .txt file, also as .xz, is a domain.  "
+    "[default: the demo's conversations]",
+    type=FILE,
+)
+@option("--only TEXT", 'One table or figure, such as "Table 3".  [default: all]')
+@THREADS
+@JSON
+def paper(
+    name: str,
+    out: Path | None,
+    data: Path | None,
+    only: str | None,
+    as_json: bool,
+    **options: object,
+) -> None:
+    """Show the tables and figures of a paper beside ours.
+
+    Each line has what the paper's text states, what is measured here, and why they differ. Tables
+    and figures are written to a folder as text, JSON and pictures.
+    """
+    from orchestrator.lab.papers.paper import publish, render
+
+    chosen = import_module(f"orchestrator.lab.papers.{name}").PAPER
+    config = make_config(options)
+    folder = Path(f"paper-{name}") if out is None else out
+    with Console().bars() as console:
+        result = publish(chosen, config, folder, data, only, console.bar, console.note)
+    click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
+    note(f"The tables and pictures are in {folder}")

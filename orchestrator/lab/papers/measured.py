@@ -1,0 +1,195 @@
+"""The measurements that the tables and figures of a paper share. Each is made when first needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, cached_property
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cache.files import digest, write_whole
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError, TraceError
+from orchestrator.lab.bench.child import SEPARATOR, Job, Part
+from orchestrator.lab.bench.models import DEMO_TEXT
+from orchestrator.lab.children import Result, run_child
+from orchestrator.lab.eval.run import EvalOptions
+from orchestrator.lab.eval.text import Document, read_documents
+from orchestrator.lab.replay.file import read_trace, write_trace
+from orchestrator.lab.replay.record import record_text
+from orchestrator.lab.replay.trace import Trace
+from orchestrator.lab.study.routing import Routes, read_routes
+from orchestrator.lab.study.subject import Subject
+from orchestrator.native import MAX_AHEAD, Library
+from orchestrator.policy.firm import FIRM, MOL
+from orchestrator.runtime.load import Progress
+from orchestrator.runtime.runtime import Runtime
+
+# Tokens that each configuration is scored on, and tokens per context.
+TOKENS, WINDOW = 1536, 256
+# Tokens whose routing is counted, and tokens per context: 64 sequences for the largest batches.
+ROUTED, SEQUENCE = 6144, 96
+# A record of a text is cut at this many characters, so that domains get about as many tokens.
+RECORD = 1200
+# Tokens that are read of each domain at most.
+_MOST = 1 << 14
+# Parts of a text of the demo: one conversation, whose last answer is scored.
+_ANSWER = "<|im_start|>assistant\n"
+_TEXTS = (".jsonl", ".jsonl.xz", ".txt", ".txt.xz")
+# A timed part may take this long.
+_PART_S = 120.0
+
+
+def read_data(folder: Path) -> list[list[Document]]:
+    """Read a folder of texts: each file is a domain, named after the file.
+
+    A file is plain text, or has one text per JSON line; .xz files are decompressed. A domain that
+    a record names itself is kept. Raises ConfigError.
+    """
+    paths = sorted(path for path in folder.glob("*") if path.name.endswith(_TEXTS))
+    if not paths:
+        raise ConfigError(f"--data {folder} has no texts: it needs .jsonl or .txt files, or .xz")
+    return [
+        [
+            Document(each.text[:RECORD], each.context[-RECORD:], each.domain or _stem(path))
+            for each in read_documents(path, _MOST)
+            if each.text.strip()
+        ]
+        for path in paths
+    ]
+
+
+def _stem(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def conversations() -> list[list[Document]]:
+    """Return the demo's conversations as one domain: the last answer of each, after the rest."""
+    pieces = DEMO_TEXT.read_text("utf-8").removesuffix("\n").split(SEPARATOR)
+    halves = (piece.rpartition(_ANSWER) for piece in pieces)
+    return [[Document(after, f"{before}{mark}", "chat") for before, mark, after in halves]]
+
+
+class Measured(AbstractContextManager["Measured"]):
+    """The model, the text and the shared measurements of one run of `moe-edge paper`.
+
+    folder: where results are written; traces are kept there too.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        data: Path | None,
+        report: Progress,
+        note: Callable[[str], None],
+    ) -> None:
+        """Read the texts. Raises ConfigError."""
+        self.config, self.folder, self.report, self.note = config, folder, report, note
+        domains = conversations() if data is None else read_data(data)
+        # Records take turns, so that a cut leaves about as much of each domain.
+        turns = chain.from_iterable(zip_longest(*domains))
+        self.documents = [each for each in turns if each is not None]
+        self.domains = list(dict.fromkeys(each.domain for each in self.documents))
+        records = [
+            {"text": each.text, "context": each.context, "domain": each.domain}
+            for each in self.documents
+        ]
+        lines = "".join(json.dumps(each) + "\n" for each in records)
+        self._digest = digest(lines)
+        self.text = folder / f"text-{self._digest[:8]}.jsonl"
+        write_whole(self.text, lines)
+        self.spoken = folder / f"text-{self._digest[:8]}.txt"
+        pieces = [each.context + each.text for each in self.documents]
+        write_whole(self.spoken, SEPARATOR.join(pieces))
+        self._joined = "\n".join(pieces)
+        self.subject = cache(self._subject)
+
+    def __exit__(self, *_: object) -> None:
+        """Delete the copies of the text."""
+        self.text.unlink(missing_ok=True)
+        self.spoken.unlink(missing_ok=True)
+
+    def basis(self) -> dict[str, Any]:
+        """Return what results depend on, for JSON: the model and the text."""
+        size = self.config.model.stat().st_size
+        text = f"{', '.join(self.domains)} ({self._digest[:8]})"
+        return {"model": self.config.model.name, "bytes": size, "text": text}
+
+    def _subject(self, tokens: int = TOKENS, window: int = WINDOW) -> Subject:
+        """Return the model with a text of so many tokens, in contexts of `window` tokens."""
+        options = EvalOptions(text=self.text, tokens=tokens, window=window)
+        return Subject(self.config, options, self.report, self.note)
+
+    @cached_property
+    def routes(self) -> Sequence[Routes]:
+        """The experts that each token of many short sequences is routed to."""
+        return read_routes(self.subject(ROUTED, SEQUENCE))
+
+    @cached_property
+    def library(self) -> Library:
+        """The native library."""
+        from orchestrator.native.llama import Bindings
+
+        return Bindings.load().library()
+
+    def trace(self, prompt: int, answer: int, policy: str = FIRM.name) -> Trace:
+        """Return a recording of a prompt and an answer of so many tokens, from the start of a text.
+
+        With `firm` it has the deepest look-ahead, with `dymoe` the importance of tokens. It is
+        kept on disk, because a second one would have other times.
+        """
+        path = self.folder / f"trace-{policy}-{prompt}-{answer}-{self._digest[:8]}.npz"
+        if path.exists():
+            try:
+                return read_trace(path)
+            except TraceError as error:
+                raise ConfigError(f"{error}: delete it to record it again") from error
+        forms: dict[str, dict[str, Any]] = {
+            FIRM.name: {"agree": MOL, "n_ahead": MAX_AHEAD, "prefetch": "on"},
+            "dymoe": {"retention": 0.75, "low_tier": "skip"},
+        }
+        n = prompt + answer
+        config = self.config.compared(
+            policy=policy,
+            threads=self.config.n_threads,
+            ctx=-(-(n + 64) // 256) * 256,
+            ubatch=max(prompt, 64),
+            force_managed=True,
+            **forms[policy],
+        )
+        self.note(f"recording a prompt of {prompt} tokens and {answer} decode steps")
+        with Runtime.open(config, self.report) as runtime, runtime.evaluator() as evaluator:
+            found = record_text(evaluator, self._joined, n, prompt)
+        steps = int(found.arrays["step_tokens"].sum())
+        if steps < n:
+            raise ConfigError(f"the text has {steps} tokens, but {n} are needed: give more --data")
+        write_trace(path, found)
+        return found
+
+    def timed(self, settings: dict[str, Any], parts: list[Part], sequences: int = 0) -> Result:
+        """Time prompts and decode steps in a process of their own. Raises ConfigError."""
+        longest = max(part.n * max(1, part.sequences) for part in parts)
+        total = sum(part.n * max(1, part.sequences) for part in parts) if sequences else longest
+        changed = {"io_threads": self.config.io_threads, **settings}
+        if sequences:
+            changed["sequences"] = sequences
+        job = Job(
+            system="engine",
+            model=str(self.config.model),
+            low=None if self.config.low is None else str(self.config.low),
+            settings=changed,
+            n_ctx=-(-(total + 256) // 256) * 256,
+            n_ubatch=512,
+            threads=self.config.n_threads,
+            parts=parts,
+            seed=1,
+            text=str(self.spoken),
+        )
+        found = run_child("orchestrator.lab.bench.child", job, _PART_S * len(parts))
+        if "error" in found:
+            raise ConfigError(f"a timed run failed: {found['error']}")
+        return found

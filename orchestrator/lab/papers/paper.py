@@ -1,0 +1,251 @@
+"""A paper as a list of tables and figures, which are measured in turn and kept on disk.
+
+Each finished table or figure is a file of the output folder, such as table-3.json. A command that
+is repeated measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf_tools.errors import GGUFError
+from gguf_tools.experts import ExpertModel
+from orchestrator.cache.files import check_target, digest, read_object, whole_files, write_whole
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError
+from orchestrator.lab.papers.measured import Measured
+from orchestrator.lab.plotting import Panel, draw, require_matplotlib
+from orchestrator.lab.table import Column, Row, Table
+
+NOT_IN_TEXT = "not in the text"
+NOT_MADE = "not made"
+# The largest file of one table or figure that is read back.
+_LARGEST_BYTES = 1 << 24
+
+
+class Compared(NamedTuple):
+    """One line of a table or figure: the paper's value, ours, and why they differ."""
+
+    what: str
+    paper: str
+    here: str
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Made:
+    """A measured table or figure.
+
+    `compared` is what a reader sees first. `tables` and `panels` hold the details; the panels are
+    drawn in `rows` rows.
+    """
+
+    compared: list[Compared]
+    tables: list[Table] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+    rows: int = 1
+
+
+class Unavailable(ConfigError):
+    """This model or text cannot show a table or figure. The message is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A table or figure of a paper.
+
+    - name: as in the paper, such as "Table 3". about: what it shows.
+    - measure: makes ours. None if it cannot be made on this machine; `why` is the reason then.
+    - paper: what the paper's text states, if nothing is measured.
+    """
+
+    name: str
+    about: str
+    measure: Callable[[Measured], Made] | None = None
+    paper: str = NOT_IN_TEXT
+    why: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files, without an ending."""
+        return self.name.lower().replace(" ", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A paper: its name in the command, its title, and its tables and figures.
+
+    least_tiers: number of precisions that a model needs for it.
+    """
+
+    name: str
+    title: str
+    figures: Sequence[Figure]
+    least_tiers: int = 2
+
+    def chosen(self, only: str | None) -> list[Figure]:
+        """Return the figures named `only`, or all. Raises ConfigError for an unknown name."""
+        found = [each for each in self.figures if only is None or each.name == only.title()]
+        if not found:
+            names = ", ".join(each.name for each in self.figures)
+            raise ConfigError(f"--only '{only}' is not in this paper: choose one of {names}")
+        return found
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError or GGUFError for a model that the paper cannot be measured on."""
+        with ExpertModel.open(config.model, config.low) as model:
+            if model.n_layers < 2:
+                raise ConfigError(
+                    f"{config.model} has one MoE layer, but the papers compare layers: use a "
+                    f"model with at least two"
+                )
+            if len(model.tiers) < self.least_tiers:
+                raise ConfigError(
+                    f"{config.model} has only one precision, {model.tiers[0].name}, but this "
+                    f"paper compares several: use a file packed with several tiers, or --low FILE"
+                )
+
+
+def publish(
+    paper: Paper,
+    config: Config,
+    folder: Path,
+    data: Path | None,
+    only: str | None,
+    report: Callable[[str, float], None],
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure what is missing, write it to a folder, and return everything chosen, for JSON.
+
+    Writes one JSON file per table or figure, and its pictures; then NAME.json and NAME.md of all.
+    Raises ConfigError for a model, a text or a folder that cannot be used, and OSError. What was
+    finished before an error stays in the folder.
+    """
+    figures = paper.chosen(only)
+    require_matplotlib()
+    try:
+        paper.check(config)
+    except GGUFError as error:
+        raise ConfigError(f"`moe-edge paper` needs a MoE model: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    check_target(folder / f"{paper.name}.json")
+    with Measured(config, folder, data, report, note) as on:
+        basis = {"paper": paper.name, "title": paper.title, **on.basis()}
+        key = digest(basis)
+        kept = {each: _kept(folder / f"{each.stem}.json", key) for each in figures}
+        found = []
+        for number, figure in enumerate(figures, 1):
+            done = kept[figure]
+            if done is None:
+                note(f"{figure.name}, {number} of {len(figures)}: {figure.about}")
+                done = _measured(figure, on, folder, key)
+            found.append(done)
+    result = {**basis, "figures": found}
+    if only is None:
+        with whole_files(folder, f"{paper.name}.md") as made:
+            (made / f"{paper.name}.md").write_text(markdown(result) + "\n")
+            (made / f"{paper.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _kept(path: Path, key: str) -> dict[str, Any] | None:
+    """Return a finished table or figure, or None if there is none. Raises ConfigError."""
+    if not path.exists():
+        return None
+    done = read_object(path, _LARGEST_BYTES)
+    if done is None or not {"name", "about", "compared", "tables", "key"} <= done.keys():
+        raise ConfigError(
+            f"{path} is damaged: delete it to measure it again, or choose another --out"
+        )
+    if done["key"] != key:
+        raise ConfigError(
+            f"{path} was measured with another model or text: choose another --out, or delete it"
+        )
+    return done
+
+
+def _measured(figure: Figure, on: Measured, folder: Path, key: str) -> dict[str, Any]:
+    """Measure a table or figure and write its files. One that cannot be made is not kept."""
+    start_s = time.monotonic()
+    try:
+        made, kept = _made(figure, on), True
+    except Unavailable as reason:
+        made, kept = Made([Compared(figure.about, figure.paper, NOT_MADE, str(reason))]), False
+    done = {
+        "key": key,
+        "name": figure.name,
+        "about": figure.about,
+        "seconds": round(time.monotonic() - start_s),
+        "compared": [each._asdict() for each in made.compared],
+        "tables": [table.as_dict() for table in made.tables],
+    }
+    if kept:
+        # The JSON file comes last: it says that the pictures are complete.
+        if made.panels:
+            draw(folder, figure.stem, made.panels, made.rows)
+        write_whole(folder / f"{figure.stem}.json", json.dumps(done) + "\n")
+    # The same types as in a file that is read back.
+    same: dict[str, Any] = json.loads(json.dumps(done))
+    return same
+
+
+def _made(figure: Figure, on: Measured) -> Made:
+    if figure.measure is None:
+        return Made([Compared(figure.about, figure.paper, NOT_MADE, figure.why)])
+    return figure.measure(on)
+
+
+_COMPARED = (
+    Column("", "what", left=True),
+    Column("paper", "paper", left=True),
+    Column("here", "here", left=True),
+    Column("why different", "why", left=True),
+)
+
+
+def _compared_table(figure: Row) -> Table:
+    return Table(f"{figure['name']}: {figure['about']}", _COMPARED, figure["compared"])
+
+
+def heading(result: dict[str, Any]) -> str:
+    """Return one line about the paper, the model and the text."""
+    return f"{result['title']}: {result['model']}, {result['text']}"
+
+
+def render(result: dict[str, Any]) -> str:
+    """Format the result of `publish` for a terminal: per line the paper, ours and the reason."""
+    parts = [heading(result)]
+    for figure in result["figures"]:
+        lines = [f"{figure['name']}: {figure['about']}"]
+        for row in figure["compared"]:
+            lines += [f"  {row['what']}", f"    paper: {row['paper']}", f"    here:  {row['here']}"]
+            lines += [f"    why different: {row['why']}"] if row["why"] else []
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def compared_markdown(result: dict[str, Any]) -> str:
+    """Format the comparison with the paper in Markdown, without details."""
+    return "\n\n".join(_compared_table(figure).markdown() for figure in result["figures"])
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Format the result of `publish` in Markdown, with all details."""
+    parts = [f"# {heading(result)}"]
+    for figure in result["figures"]:
+        parts += [f"## {figure['name']}", _compared_table(figure).markdown()]
+        for table in figure["tables"]:
+            parts.append(_plain_markdown(table))
+    return "\n\n".join(parts)
+
+
+def _plain_markdown(table: Row) -> str:
+    """Format a table that was read back from JSON: its cells are text already."""
+    columns = [Column(name, str(at)) for at, name in enumerate(table["columns"])]
+    rows = [{str(at): cell for at, cell in enumerate(row)} for row in table["rows"]]
+    return Table(table["title"], columns, rows, list(table["notes"])).markdown()

@@ -1,0 +1,168 @@
+"""Figures that follow from the routing alone: how many experts are active, and which ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.allocation.prompts import heavy_hitters
+from orchestrator.lab.replay.trace import Trace
+from orchestrator.lab.study.activations import CHOSEN, read_windows
+from orchestrator.lab.study.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of one sequence: ids int64 [T, n_layers, k], of n_expert in each layer."""
+
+    domain: str
+    ids: np.ndarray
+    n_expert: int
+
+    def counts(self) -> np.ndarray:
+        """Return the number of uses of each expert, float64 [n_layers, n_expert]."""
+        layers = range(self.ids.shape[1])
+        return np.stack(
+            [
+                np.bincount(self.ids[:, layer].ravel(), minlength=self.n_expert).astype(float)
+                for layer in layers
+            ]
+        )
+
+
+def read_routes(on: Subject) -> list[Routes]:
+    """Return the routing of each window of a text in the best precision."""
+    return [
+        Routes(
+            window.domain,
+            np.stack([found[CHOSEN, il] for il in on.layer_ids], axis=1).astype(np.int64),
+            on.n_expert,
+        )
+        for window, found in read_windows(on, on.windows)
+    ]
+
+
+def total_counts(routes: Sequence[Routes]) -> np.ndarray:
+    """Return the uses of each expert by all sequences, float64 [n_layers, n_expert]."""
+    found: np.ndarray = np.sum([each.counts() for each in routes], axis=0)
+    return found
+
+
+def _distinct(ids: np.ndarray) -> int:
+    """Return the number of distinct experts, summed over the layers. ids [..., n_layers, k]."""
+    layers = ids.shape[-2]
+    return sum(len(np.unique(ids[..., layer, :])) for layer in range(layers))
+
+
+def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> float:
+    """Return the share of a layer's experts that one step of `batch` sequences uses.
+
+    Each draw takes one token of `batch` random sequences. Tokens of one sequence are drawn twice
+    only if there are fewer sequences than `batch`.
+    """
+    random, found = np.random.default_rng(0), 0
+    for _ in range(draws):
+        chosen = random.choice(len(routes), batch, replace=batch > len(routes))
+        tokens = [routes[at].ids[random.integers(len(routes[at].ids))] for at in chosen]
+        found += _distinct(np.stack(tokens))
+    return found / (draws * routes[0].ids.shape[1] * routes[0].n_expert)
+
+
+def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: int = 64) -> float:
+    """Return the share of a layer's experts that prompts of `batch` sequences use together.
+
+    Each prompt is the first `length` tokens of a random sequence.
+    """
+    random, found = np.random.default_rng(0), 0
+    for _ in range(draws):
+        chosen = random.choice(len(routes), batch, replace=batch > len(routes))
+        found += _distinct(np.concatenate([routes[at].ids[:length] for at in chosen]))
+    return found / (draws * routes[0].ids.shape[1] * routes[0].n_expert)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much of a token's experts is used again `lag` tokens later.
+
+    kept: the measured share. by_use: its expected value if tokens chose experts independently, each
+    as often as the sequence uses it. uniform: the same for uniform use.
+    """
+
+    lag: int
+    kept: float
+    by_use: float
+    uniform: float
+
+
+def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
+    """Return the change of experts from step to step, means over sequences and layers."""
+    n_layers, k = routes[0].ids.shape[1:]
+    n_expert = routes[0].n_expert
+    by_use = []
+    for each in routes:
+        share = each.counts() / len(each.ids)
+        by_use.append(float((share**2).sum() / (k * n_layers)))
+    found = []
+    for lag in lags:
+        kept = [
+            (each.ids[:-lag, :, :, None] == each.ids[lag:, :, None, :]).any(axis=3).mean()
+            for each in routes
+            if len(each.ids) > lag
+        ]
+        if kept:
+            means = float(np.mean(kept)), float(np.mean(by_use))
+            found.append(Change(lag, *means, k / n_expert))
+    return found
+
+
+def concentration(counts: np.ndarray, share: float) -> float:
+    """Return the part of all uses that the most used `share` of each layer's experts has.
+
+    counts [n_layers, n_expert]. At least one expert is counted.
+    """
+    n = max(1, round(share * counts.shape[1]))
+    best = np.sort(counts, axis=1)[:, ::-1][:, :n]
+    return float(best.sum() / max(1.0, counts.sum()))
+
+
+def sorted_shares(counts: np.ndarray) -> np.ndarray:
+    """Return the shares of use by rank, most used first, mean over layers, float64 [n_expert]."""
+    shares = counts / np.maximum(1.0, counts.sum(axis=1, keepdims=True))
+    found: np.ndarray = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
+    return found
+
+
+def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
+    """Return, for each layer, the share of the n_hot most used experts that two texts share."""
+    best = (np.argsort(-each, axis=1, kind="stable")[:, :n_hot] for each in (one, other))
+    return [len(np.intersect1d(*rows)) / n_hot for rows in zip(*best, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load of each expert in one layer of a prompt: by all tokens, and by heavy hitters."""
+
+    layer: int
+    total: np.ndarray
+    heavy: np.ndarray
+
+
+def loads(trace: Trace, share: float) -> list[Load]:
+    """Return the loads in each layer of a trace's prompts whose tokens have importance scores.
+
+    share: the share of the tokens that count as heavy hitters.
+    """
+    found = []
+    for step in trace.steps():
+        for event in step.events:
+            if event.importance is None or len(event.ids) < 2:
+                continue
+            best = heavy_hitters(event.importance, share)
+            total, heavy = (
+                np.bincount(ids.ravel(), minlength=trace.n_expert).astype(float)
+                for ids in (event.ids, event.ids[best])
+            )
+            found.append(Load(event.layer, total, heavy))
+    return found
