@@ -23,7 +23,8 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.lab.children import Result, answer
 from orchestrator.native.abi import WAITS
 
-PROMPT, DECODE = "prompt", "decode"
+# PROMPTS: a prompt of its own for each sequence of a batch, read one after another.
+PROMPT, PROMPTS, DECODE = "prompt", "prompts", "decode"
 COLD = "cold"  # the first prompt, with no experts in memory
 MIN_STEPS = 8
 BACKEND = "MOE_EDGE_TEST_BACKEND"  # environment variable: path of the emulated GPU's library
@@ -35,8 +36,8 @@ class Part(NamedTuple):
     """One part of a measurement: a prompt of n tokens, or n decode steps.
 
     `name` identifies the part in the results. Decode steps end early after `seconds`, but not
-    before `at_least` steps. `sequences` continue from the last prompt and decode in one batch; 0
-    continues the prompt's own sequence.
+    before `at_least` steps. `sequences` continue from the last prompt, or each from its own, and
+    decode in one batch; 0 continues the prompt's own sequence.
     """
 
     name: str
@@ -71,7 +72,9 @@ def longest_context(parts: Sequence[Part], shared: bool = True) -> int:
     longest = length = 0
     for part in parts:
         together = max(1, part.sequences) if shared else 1
-        length = part.n * together + (length if part.kind == DECODE else 0)
+        # After prompts of several sequences, one of them is also held as the evaluator's own.
+        extra = part.n if part.kind == PROMPTS else 0
+        length = part.n * together + extra + (length if part.kind == DECODE else 0)
         longest = max(longest, length)
     return -(-longest // 256) * 256
 
@@ -159,17 +162,18 @@ def play(
     """
     results = []
     shared = any(part.sequences for part in parts)
-    pos = 0
+    pos, apart = 0, False
     for part in parts:
         tokens = draw(part.n * max(1, part.sequences))
         # Each sequence gets its own slice of the tokens.
         steps = [tokens[i :: part.n] for i in range(part.n)]
-        if part.kind == PROMPT:
-            steps, pos = [tokens], 0
+        if part.kind != DECODE:
+            steps, pos = [tokens[i : i + part.n] for i in range(0, len(tokens), part.n)], 0
             if shared:
                 model.reset()  # free the KV cells of earlier sequences
-        for sequence in range(part.sequences):
-            model.fork(sequence)
+        elif not apart:
+            for sequence in range(part.sequences):
+                model.fork(sequence)
         times: list[float] = []
         reads = [(0, 0)]
         if store is not None:
@@ -177,9 +181,12 @@ def play(
             store.reset_stats()
         counts = counter() if counter else {}
         deadline = perf_counter() + part.seconds
-        for step in steps:
+        for number, step in enumerate(steps):
             before = perf_counter()
-            if part.sequences:
+            if part.kind == PROMPTS:
+                model.eval(step, 0)
+                model.fork(number)
+            elif part.sequences:
                 model.decode_batch(step, range(part.sequences))
             else:
                 model.eval(step, pos)
@@ -190,8 +197,9 @@ def play(
             if store is not None:
                 stats = store.stats()
                 reads.append((sum(stats.demand_bytes), sum(stats.prefetch_bytes)))
-            if now > deadline and len(times) >= part.at_least:
+            if part.kind == DECODE and now > deadline and len(times) >= part.at_least:
                 break
+        apart = part.kind == PROMPTS
         done = sum(map(len, steps[: len(times)]))
         result = {"name": part.name, "tokens": done, "ms": times}
         result["counts"] = {name: n - counts[name] for name, n in done_so_far.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.cache.files import digest, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, TraceError
-from orchestrator.lab.bench.child import SEPARATOR, Job, Part
+from orchestrator.lab.bench.child import SEPARATOR, Job, Part, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.children import Result, run_child
 from orchestrator.lab.eval.run import EvalOptions
@@ -170,19 +170,17 @@ class Measured(AbstractContextManager["Measured"]):
         write_trace(path, found)
         return found
 
-    def timed(self, settings: dict[str, Any], parts: list[Part], sequences: int = 0) -> Result:
+    def timed(self, settings: dict[str, Any], parts: list[Part]) -> Result:
         """Time prompts and decode steps in a process of their own. Raises ConfigError."""
-        longest = max(part.n * max(1, part.sequences) for part in parts)
-        total = sum(part.n * max(1, part.sequences) for part in parts) if sequences else longest
-        changed = {"io_threads": self.config.io_threads, **settings}
+        sequences = max(part.sequences for part in parts)
         if sequences:
-            changed["sequences"] = sequences
+            settings = {**settings, "sequences": sequences}
         job = Job(
             system="engine",
             model=str(self.config.model),
             low=None if self.config.low is None else str(self.config.low),
-            settings=changed,
-            n_ctx=-(-(total + 256) // 256) * 256,
+            settings={"io_threads": self.config.io_threads, **settings},
+            n_ctx=longest_context(parts),
             n_ubatch=512,
             threads=self.config.n_threads,
             parts=parts,

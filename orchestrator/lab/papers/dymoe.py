@@ -1,0 +1,416 @@
+"""DyMoE: Dynamic Expert Orchestration with Mixed-Precision Quantization for Edge Inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from orchestrator.lab.bench.benchmark import token_slot_bytes
+from orchestrator.lab.bench.cases import ON_DEMAND, global_lru, paper_rows
+from orchestrator.lab.bench.child import COLD, Part, decode, prompt, settle
+from orchestrator.lab.bench.rows import times_ms
+from orchestrator.lab.eval.arithmetic import cosine
+from orchestrator.lab.papers.measured import Measured
+from orchestrator.lab.papers.paper import NOT_IN_TEXT, Compared, Figure, Made, Paper, Unavailable
+from orchestrator.lab.plotting import Line, Panel, exact
+from orchestrator.lab.study.dymoe import Accuracy, Critical, Depth, Retention, Similarity
+from orchestrator.lab.study.routing import Load, hot_overlap, loads
+from orchestrator.lab.study.study import share, show_change
+from orchestrator.lab.table import Column, Row, Table, fixed
+from orchestrator.plan.footprint import model_shape
+
+WEIGHTS = (
+    "KL and perplexity of this model in place of accuracy: the weights of Mixtral-8x7B and "
+    "Qwen3-30B-A3B were not available"
+)
+# Shares of the experts that have slots, prompt lengths, decode steps after each prompt, and rounds.
+SHARES, LENGTHS, STEPS, ROUNDS = (0.25, 0.5, 0.75), (16, 64, 256), 24, 2
+RETENTION = 0.75
+# Prompts whose attention is recorded, their length, and the share of tokens that are heavy hitters.
+PROMPT, HEAVY = 256, 0.2
+
+
+def table_1(on: Measured) -> Made:
+    """Measure the loss of each precision alone."""
+    subject = on.subject()
+    found = Accuracy().measure(subject)
+    rows = found.tables[0].rows
+    here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
+    compared = [
+        Compared(
+            "Int2, Int4 and BF16",
+            "MMLU of Mixtral 0.498, 0.680, 0.689; of Qwen3 0.495, 0.771, 0.780",
+            f"KL from {subject.best}: {here}",
+            WEIGHTS,
+        ),
+        Compared(
+            "is 2 bits far worse than 4",
+            "yes: 18 and 28 points of MMLU",
+            _times(rows),
+            "the best precision here is the file's, not BF16",
+        ),
+    ]
+    return Made(compared, found.tables[:1], found.panels)
+
+
+def _times(rows: Sequence[Row]) -> str:
+    worst, better = rows[0], rows[min(1, len(rows) - 1)]
+    if not better["kl"][0]:
+        return "one lower precision only"
+    ratio = worst["kl"][0] / better["kl"][0]
+    return f"{worst['configuration']} loses {ratio:.0f} times as much as {better['configuration']}"
+
+
+def table_2(on: Measured) -> Made:
+    """Measure mixes of the high tier with the low one and with skipping."""
+    subject = on.subject()
+    found = Accuracy().measure(subject)
+    rows = found.tables[1].rows
+    paper = {0.75: "4/0 0.6714, 4/2 0.6782", 0.9: "4/0 0.6807, 4/2 0.6821", 1.0: "0.6795"}
+    compared = [
+        Compared(
+            f"r = {r:g}",
+            f"MMLU of Mixtral: {said}",
+            "; ".join(
+                f"{row['configuration']} KL {row['kl'][0]:.4f}, perplexity "
+                f"{show_change(row['change'])}"
+                for row in rows
+                if row["retention"] == r
+            ),
+            f"{WEIGHTS}; {subject.high} and {subject.low} of the file in place of GPTQ",
+        )
+        for r, said in paper.items()
+    ]
+    return Made(compared, found.tables[1:])
+
+
+def figure_3(on: Measured) -> Made:
+    """Measure critical experts by importance and at random, by depth and flat."""
+    found = Critical().measure(on.subject())
+    prompts = [
+        table for table in found.tables if table.title.startswith("Critical experts of prom")
+    ]
+    compared = []
+    for table in prompts:
+        mine = [row for row in table.rows if row["retention"] == 0.75]
+        here = "; ".join(f"{row['configuration']} {show_change(row['change'])}" for row in mine)
+        compared.append(
+            Compared(
+                f"prompts, {table.rows[0]['low']}" if "low" in table.rows[0] else table.title[:60],
+                "choice by critical tokens keeps C-Eval at every ratio; no number in the text",
+                f"perplexity at r = 0.75: {here}",
+                WEIGHTS,
+            )
+        )
+    return Made(compared, found.tables, found.panels, found.rows)
+
+
+def figure_4(on: Measured) -> Made:
+    """Measure the load of heavy hitters on each expert against the load of all tokens."""
+    found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
+    if not found:
+        raise Unavailable("the model's graph gives no attention scores")
+    rows = [
+        {
+            "layer": each.layer,
+            "cosine": float(cosine(each.total, each.heavy)),
+            "correlation": float(np.corrcoef(each.total, each.heavy)[0, 1]),
+            "hot": hot_overlap(each.total[None], each.heavy[None], max(1, len(each.total) // 4))[0],
+        }
+        for each in found
+        if each.heavy.std() and each.total.std()
+    ]
+    columns = (
+        Column("layer", "layer"),
+        Column("correlation", "correlation", fixed(2)),
+        Column("cosine", "cosine", fixed(3)),
+        Column("same hot quarter", "hot", share),
+    )
+    mean = {key: float(np.mean([row[key] for row in rows])) for key in ("correlation", "hot")}
+    compared = [
+        Compared(
+            "heavy-hitter load of an expert against its load by all tokens",
+            "high statistical correlation; no number in the text",
+            f"correlation {mean['correlation']:.2f}, {share(mean['hot'])} of the hot quarter is the "
+            f"same (means over layers)",
+            f"one prompt of {PROMPT} tokens; heavy hitters are {HEAVY:.0%} of the tokens by the "
+            f"attention of the last 32 queries, since the paper gives no share",
+        ),
+        Compared(
+            "hot experts of different inputs",
+            "they shift from input to input; no number in the text",
+            _shift(on),
+            "hot quarter of the experts, pairs of sequences",
+        ),
+    ]
+    title = f"Loads in a prompt of {PROMPT} tokens"
+    return Made(compared, [Table(title, columns, rows)], [_loads_panel(found[0])])
+
+
+def _shift(on: Measured) -> str:
+    counts = [each.counts() for each in on.routes[:16]]
+    n_hot = max(1, counts[0].shape[1] // 4)
+    pairs = zip(counts, counts[1:], strict=False)
+    same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairs]
+    return f"{share(float(np.mean(same)))} of the hot experts are the same in two inputs"
+
+
+def _loads_panel(load: Load) -> Panel:
+    every = range(len(load.total))
+    drawn = [
+        Line("all tokens", every, exact((load.total / load.total.sum()).tolist())),
+        Line("heavy hitters", every, exact((load.heavy / load.heavy.sum()).tolist())),
+    ]
+    return Panel("expert", "share of the load, %", drawn, f"layer {load.layer}", percent=True)
+
+
+def figure_5(on: Measured) -> Made:
+    """Measure one layer at a time in the low tier."""
+    found = Depth().measure(on.subject())
+    kl = [row["kl"][0] for row in found.tables[0].rows]
+    third = max(1, len(kl) // 3)
+    shallow, deep = float(np.mean(kl[:third])), float(np.mean(kl[-third:]))
+    first = sum(each > kl[0] for each in kl)
+    compared = [
+        Compared(
+            "shallow layers are sensitive",
+            "yes; no number in the text",
+            f"layer 0 is number {first + 1} of {len(kl)} by KL ({kl[0]:.4f})",
+            WEIGHTS,
+        ),
+        Compared(
+            "deep layers are resilient",
+            "yes; no number in the text",
+            f"mean KL of the deepest third {deep:.4f}, of the first third {shallow:.4f}, least "
+            f"in layer {int(np.argmin(kl))}",
+            f"{len(kl)} layers, the paper's Mixtral has 32",
+        ),
+    ]
+    return Made(compared, found.tables, found.panels)
+
+
+def figure_6(on: Measured) -> Made:
+    """Measure the similarity of neighbouring layers."""
+    found = Similarity().measure(on.subject())
+    alike = [
+        value[0]
+        for row in found.tables[0].rows
+        for value in row.values()
+        if isinstance(value, list)
+    ]
+    ahead = found.tables[1].totals[0]
+    recall = {key: value[0] for key, value in ahead.items() if isinstance(value, list)}
+    named = ", ".join(f"{name} {share(value)}" for name, value in recall.items())
+    compared = [
+        Compared(
+            "cosine of neighbouring layers",
+            "consistently high; no number in the text",
+            f"{min(alike):.2f} to {max(alike):.2f}",
+            WEIGHTS,
+        ),
+        Compared(
+            "prediction of the next layer's experts",
+            NOT_IN_TEXT,
+            f"recall by {named}; at random {share(ahead['random'])}",
+        ),
+    ]
+    return Made(compared, found.tables, found.panels)
+
+
+@cache
+def timed_rows(on: Measured) -> list[Row]:
+    """Time the rows of Table 3, under each cap and with each prompt length.
+
+    A row's first prompt starts with no expert in memory. Times are medians over the rounds, in
+    which all rows take turns.
+    """
+    subject = on.subject()
+    with subject.model() as model:
+        high = subject.tiers.index(subject.high)
+        every, shape = model.tier_bytes[high], model_shape(model, (high,))
+    parts: list[Part] = [prompt(LENGTHS[0], COLD), settle(8, 20.0)]
+    for n in LENGTHS:
+        parts += [prompt(n, f"prompt {n}"), decode(STEPS, 30.0)]
+    cases = [case for cap in SHARES for case in (global_lru(cap), *paper_rows(cap, RETENTION))]
+    times: dict[tuple[str, float, str], list[float]] = {}
+    for _ in range(ROUNDS):
+        for case in cases:
+            assert case.cap is not None
+            settings = {**case.settings, "high_tier": subject.high}
+            if settings.get("low_tier") not in (None, "skip"):
+                settings["low_tier"] = subject.low
+            slots = token_slot_bytes(shape) if case.one_token else int(case.cap * every)
+            on.report(f"{case.key}", 0.0)
+            run = on.timed({**settings, "expert_ram": slots}, parts)
+            for part in run["parts"]:
+                found = times.setdefault((case.name, case.cap, part["name"]), [])
+                found += times_ms({"parts": [part]}, part["name"])
+    return [
+        {"name": name, "cap": cap, "part": part, "ms": float(np.median(each))}
+        for (name, cap, part), each in times.items()
+        if part != "settle"
+    ]
+
+
+_LIVE = (
+    "live times on this machine's CPU and disk, random access to a file that fits the page cache; "
+    "the paper has Mixtral-8x7B, PCIe 3.0 and an RTX 3090"
+)
+_PARTS = ("decode", *(f"prompt {n}" for n in LENGTHS), COLD)
+
+
+def table_3(on: Measured) -> Made:
+    """Time the parts of DyMoE, each row adding one."""
+    rows = timed_rows(on)
+    times = {(row["name"], row["cap"], row["part"]): row["ms"] for row in rows}
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    shown = [
+        {"name": name, "cap": cap} | {part: times[name, cap, part] for part in _PARTS}
+        for cap in SHARES
+        for name in names
+    ]
+    columns = (
+        Column("slots", "cap", share),
+        Column("", "name", left=True),
+        Column("TPOT", "decode", fixed(2), "ms"),
+        *(Column(f"TTFT {n}", f"prompt {n}", fixed(1), "ms") for n in LENGTHS),
+        Column(f"cold TTFT {LENGTHS[0]}", COLD, fixed(1), "ms"),
+    )
+    paper = dict(
+        zip(
+            names[2:],
+            (
+                "TPOT 1.88 (16 GB), 2.20 (24 GB); TTFT 1.72, 2.08",
+                "TPOT 2.13, 2.52; TTFT 1.98, 2.58",
+                "TPOT 2.14, 3.51; TTFT 1.88, 4.21",
+                "TPOT 2.43, 3.71; TTFT 2.39, 4.81",
+                "TPOT 2.67, 4.26; TTFT 2.60, 5.43",
+            ),
+            strict=True,
+        )
+    )
+    length = f"prompt {LENGTHS[1]}"
+    compared = [
+        Compared(
+            f"{name}, times as fast as {ON_DEMAND}",
+            said,
+            "; ".join(
+                f"{share(cap)}: TPOT {times[ON_DEMAND, cap, 'decode'] / times[name, cap, 'decode']:.2f}, "
+                f"TTFT {times[ON_DEMAND, cap, length] / times[name, cap, length]:.2f}"
+                for cap in SHARES
+            ),
+            _LIVE,
+        )
+        for name, said in paper.items()
+    ]
+    compared.append(
+        Compared(
+            "row 6 over lru, the null baseline",
+            "not compared",
+            "; ".join(
+                f"{share(cap)}: {times[names[0], cap, 'decode'] / times[names[-1], cap, 'decode']:.2f}"
+                for cap in SHARES
+            ),
+            "load on demand keeps nothing from token to token; an LRU cache is the fairer base",
+        )
+    )
+    drawn = [
+        Line(
+            name,
+            [100 * cap for cap in SHARES],
+            exact([times[name, cap, "decode"] for cap in SHARES]),
+        )
+        for name in names
+    ]
+    title = f"Medians of {ROUNDS} rounds, 4/2 and 4/0 at r = {RETENTION}"
+    panel = Panel("slots, % of the experts", "decode step, ms", drawn, title, scale="log")
+    return Made(compared, [Table(title, columns, shown)], [panel])
+
+
+def figure_10(on: Measured) -> Made:
+    """Compare DyMoE end to end with loading on demand and with an LRU cache."""
+    times = {(row["name"], row["cap"], row["part"]): row["ms"] for row in timed_rows(on)}
+    names = list(dict.fromkeys(name for name, _, _ in times))
+    lru, on_demand, best = names[0], ON_DEMAND, names[-1]
+    compared = [
+        Compared(
+            f"{what} of 4/0 against other systems",
+            said,
+            "; ".join(
+                f"{share(cap)} of the experts, {part}: {times[on_demand, cap, part] / mine:.2f} times "
+                f"load on demand, {times[lru, cap, part] / mine:.2f} times lru"
+                for cap in SHARES
+                for part in parts
+                if (mine := times[best, cap, part])
+            ),
+            f"{_LIVE}; Accelerate, Mixtral-Offloading, MoE-Infinity and Fiddler are not run here",
+        )
+        for what, said, parts in (
+            (
+                "TTFT",
+                "22.7 times Fiddler (24 GB), 7.2 to 8.3 Accelerate, 4.2 to 14.58 Mixtral-Offloading, "
+                "Qwen3 3.44 Accelerate (12 GB)",
+                [f"prompt {n}" for n in LENGTHS],
+            ),
+            (
+                "TPOT",
+                "14.58 times Fiddler (16 GB), 8.31 Accelerate, up to 2.27 Mixtral-Offloading, Qwen3 "
+                "2.86 Accelerate",
+                ["decode"],
+            ),
+        )
+    ]
+    panels = [
+        Panel(
+            "prompt, tokens",
+            "time to first token, ms",
+            [
+                Line(name, LENGTHS, exact([times[name, cap, f"prompt {n}"] for n in LENGTHS]))
+                for name in (lru, on_demand, names[-2], best)
+            ],
+            f"{share(cap)} of the experts in slots",
+            scale="log",
+        )
+        for cap in SHARES
+    ]
+    return Made(compared, [], panels)
+
+
+def figure_11(on: Measured) -> Made:
+    """Measure quality over the retention ratio."""
+    found = Retention().measure(on.subject())
+    rows = [row for row in found.tables[0].rows if row["retention"] is not None]
+    labels = dict.fromkeys(row["configuration"] for row in rows)
+    compared = [
+        Compared(
+            name,
+            "smooth; GSM8K drops at r = 0.75 and recovers near 0.9",
+            ", ".join(
+                f"r = {row['retention']:g}: KL {row['kl'][0]:.4f}"
+                for row in rows
+                if row["configuration"] == name
+            ),
+            WEIGHTS,
+        )
+        for name in labels
+    ]
+    return Made(compared, found.tables, found.panels)
+
+
+PAPER = Paper(
+    "dymoe",
+    "DyMoE",
+    (
+        Figure("Table 1", "accuracy of each precision alone", table_1),
+        Figure("Table 2", "accuracy of mixes", table_2),
+        Figure("Table 3", "the parts of DyMoE, one after the other", table_3),
+        Figure("Figure 3", "critical experts by importance and at random", figure_3),
+        Figure("Figure 4", "load of heavy hitters and of all tokens", figure_4),
+        Figure("Figure 5", "sensitivity of each layer", figure_5),
+        Figure("Figure 6", "similarity of neighbouring layers", figure_6),
+        Figure("Figure 10", "end-to-end latency", figure_10),
+        Figure("Figure 11", "accuracy over the retention ratio", figure_11),
+    ),
+)
