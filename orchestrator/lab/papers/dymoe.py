@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,16 +90,13 @@ def table_2(on: Measured) -> Made:
 def figure_3(on: Measured) -> Made:
     """Measure critical experts by importance and at random, by depth and flat."""
     found = Critical().measure(on.subject())
-    prompts = [
-        table for table in found.tables if table.title.startswith("Critical experts of prom")
-    ]
     compared = []
-    for table in prompts:
+    for table in found.tables[2:]:  # prompts, of which the paper skips experts
         mine = [row for row in table.rows if row["retention"] == 0.75]
         here = "; ".join(f"{row['configuration']} {show_change(row['change'])}" for row in mine)
         compared.append(
             Compared(
-                f"prompts, {table.rows[0]['low']}" if "low" in table.rows[0] else table.title[:60],
+                table.title.split(" (")[0],
                 "choice by critical tokens keeps C-Eval at every ratio; no number in the text",
                 f"perplexity at r = 0.75: {here}",
                 WEIGHTS,
@@ -133,8 +131,8 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "heavy-hitter load of an expert against its load by all tokens",
             "high statistical correlation; no number in the text",
-            f"correlation {mean['correlation']:.2f}, {share(mean['hot'])} of the hot quarter is the "
-            f"same (means over layers)",
+            f"correlation {mean['correlation']:.2f}, {share(mean['hot'])} of the hot quarter is "
+            f"the same (means over layers)",
             f"one prompt of {PROMPT} tokens; heavy hitters are {HEAVY:.0%} of the tokens by the "
             f"attention of the last 32 queries, since the paper gives no share",
         ),
@@ -152,8 +150,7 @@ def figure_4(on: Measured) -> Made:
 def _shift(on: Measured) -> str:
     counts = [each.counts() for each in on.routes[:16]]
     n_hot = max(1, counts[0].shape[1] // 4)
-    pairs = zip(counts, counts[1:], strict=False)
-    same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairs]
+    same = [float(np.mean(hot_overlap(a, b, n_hot))) for a, b in pairwise(counts)]
     return f"{share(float(np.mean(same)))} of the hot experts are the same in two inputs"
 
 
@@ -292,15 +289,16 @@ def table_3(on: Measured) -> Made:
         )
     )
     length = f"prompt {LENGTHS[1]}"
+
+    def ratios(base: str, name: str, part: str) -> str:
+        return ", ".join(f"{times[base, cap, part] / times[name, cap, part]:.2f}" for cap in SHARES)
+
+    of = f"with {', '.join(share(cap) for cap in SHARES)} of the experts in slots"
     compared = [
         Compared(
             f"{name}, times as fast as {ON_DEMAND}",
             said,
-            "; ".join(
-                f"{share(cap)}: TPOT {times[ON_DEMAND, cap, 'decode'] / times[name, cap, 'decode']:.2f}, "
-                f"TTFT {times[ON_DEMAND, cap, length] / times[name, cap, length]:.2f}"
-                for cap in SHARES
-            ),
+            f"TPOT {ratios(ON_DEMAND, name, 'decode')}; TTFT {ratios(ON_DEMAND, name, length)} {of}",
             _LIVE,
         )
         for name, said in paper.items()
@@ -309,10 +307,7 @@ def table_3(on: Measured) -> Made:
         Compared(
             "row 6 over lru, the null baseline",
             "not compared",
-            "; ".join(
-                f"{share(cap)}: {times[names[0], cap, 'decode'] / times[names[-1], cap, 'decode']:.2f}"
-                for cap in SHARES
-            ),
+            f"TPOT {ratios(names[0], names[-1], 'decode')} {of}",
             "load on demand keeps nothing from token to token; an LRU cache is the fairer base",
         )
     )
@@ -339,8 +334,8 @@ def figure_10(on: Measured) -> Made:
             f"{what} of 4/0 against other systems",
             said,
             "; ".join(
-                f"{share(cap)} of the experts, {part}: {times[on_demand, cap, part] / mine:.2f} times "
-                f"load on demand, {times[lru, cap, part] / mine:.2f} times lru"
+                f"{share(cap)}, {part}: {times[on_demand, cap, part] / mine:.2f} times load on "
+                f"demand, {times[lru, cap, part] / mine:.2f} times lru"
                 for cap in SHARES
                 for part in parts
                 if (mine := times[best, cap, part])
@@ -350,14 +345,14 @@ def figure_10(on: Measured) -> Made:
         for what, said, parts in (
             (
                 "TTFT",
-                "22.7 times Fiddler (24 GB), 7.2 to 8.3 Accelerate, 4.2 to 14.58 Mixtral-Offloading, "
-                "Qwen3 3.44 Accelerate (12 GB)",
+                "22.7 times Fiddler (24 GB), 7.2 to 8.3 Accelerate, 4.2 to 14.58 "
+                "Mixtral-Offloading, Qwen3 3.44 Accelerate (12 GB)",
                 [f"prompt {n}" for n in LENGTHS],
             ),
             (
                 "TPOT",
-                "14.58 times Fiddler (16 GB), 8.31 Accelerate, up to 2.27 Mixtral-Offloading, Qwen3 "
-                "2.86 Accelerate",
+                "14.58 times Fiddler (16 GB), 8.31 Accelerate, up to 2.27 Mixtral-Offloading, "
+                "Qwen3 2.86 Accelerate",
                 ["decode"],
             ),
         )

@@ -132,8 +132,8 @@ def table_4(on: Measured) -> Made:
         Compared(
             "does a hot set recover more than its share",
             "not tested: no random set and no smaller uniform type of the same size",
-            f"ratio {quarter['ratio']:.2f} with {share(quarter['high'])} high; uniform types of the "
-            f"same memory are in the tables",
+            f"ratio {quarter['ratio']:.2f} with {share(quarter['high'])} high; uniform types of "
+            f"the same memory are in the tables",
             "the null baselines are ours",
         ),
     ]
@@ -202,13 +202,13 @@ def figure_2(on: Measured) -> Made:
         Compared(
             "cumulative use",
             "heavy-tailed: a small hot set has a large part; no number in the text",
-            f"the most used {n_hot} of {n_expert} experts of each layer have {share(skew['all'])} of "
+            f"the most used {n_hot} of {n_expert} experts of a layer have {share(skew['all'])} of "
             f"the uses, uniform {share(n_hot / n_expert)}",
             _other(on),
         ),
         Compared(
             "hot sets of different workloads",
-            "the ten most used experts of text, math and code can be entirely disjoint (in a layer)",
+            "the ten most used experts of text, math and code can be disjoint in a layer",
             "; ".join(
                 f"{row['one']} and {row['other']}: {share(row['same'])} the same, disjoint in "
                 f"{row['disjoint']} of {n_layers} layers"
