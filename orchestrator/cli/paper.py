@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -19,7 +18,7 @@ from orchestrator.cli.options import (
     note,
     option,
 )
-from orchestrator.lab.registry import PAPERS
+from orchestrator.lab.registry import PAPERS, load_paper
 
 
 @click.command(cls=Command)
@@ -57,10 +56,9 @@ def paper(
     """
     from orchestrator.lab.papers.paper import publish, render
 
-    chosen = import_module(f"orchestrator.lab.papers.{name}").PAPER
     config = make_config(options)
     folder = Path(f"paper-{name}") if out is None else out
     with Console().bars() as console:
-        result = publish(chosen, config, folder, data, only, console.bar, console.note)
+        result = publish(load_paper(name), config, folder, data, only, console.bar, console.note)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
     note(f"The tables and pictures are in {folder}")

@@ -262,14 +262,6 @@ DIFFERENCES = {
     "HOBBIT": ("EXPERIMENTS.md", "Ours at 2 bits over HOBBIT[^\n]*1.8 and 56 x"),
     "sensitivity": ("EXPERIMENTS.md", "moves from 5.8 to 12.5 with link and memory"),
     "placement at 2 bits": ("EXPERIMENTS.md", "any good placement is slower than none"),
-    "Table 2 of FIRM-MoE": (
-        "orchestrator/lab/study/firm.py",
-        'Table 2[^"]*n = 2 is not measured here',
-    ),
-    "Figure 3, near data": (
-        "orchestrator/lab/study/near_data.py",
-        'Figure 3[^"]*is not reproduced',
-    ),
 }
 
 

@@ -258,8 +258,6 @@ def filling(model, words, n_tokens):
 
 def commands(model, text, out, tokens, types="q4_k", ctx=1024):
     """Command lines by name, without --ram. ctx: the context of those that have one."""
-    from orchestrator.lab.registry import STUDIES
-
     reads = ["-m", str(model), f"--ctx={ctx}"]
     # All of the context, which memory is planned for, and takes when it is written.
     room = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
@@ -305,8 +303,6 @@ def commands(model, text, out, tokens, types="q4_k", ctx=1024):
         "export": Line(["export", str(model), str(out / "e.gguf"), f"--tier={types}"], False),
         "bench --quick": Line(["bench", "--quick", "--runs=1"], has_ram=False),
     }
-    for study in STUDIES:
-        found[f"study {study}"] = Line([*judge, "--study", study, "--out", str(out / "study")])
     return found
 
 

@@ -16,10 +16,16 @@ from orchestrator.cache.files import write_whole
 from orchestrator.config import MISSES
 from orchestrator.cost import disk
 from orchestrator.errors import ConfigError, MoeEdgeError
-from orchestrator.lab.bench.ablation import AblationOptions, add_over_demand
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import MIXED_AHEAD, REFERENCE, Case, paper_rows, policies
-from orchestrator.lab.bench.child import Job, prompt, settle
+from orchestrator.lab.bench.cases import (
+    MIXED_AHEAD,
+    ON_DEMAND,
+    REFERENCE,
+    Case,
+    paper_rows,
+    policies,
+)
+from orchestrator.lab.bench.child import COLD, Job, Part, decode, prompt, settle
 from orchestrator.lab.bench.counts import count
 from orchestrator.lab.bench.models import Note
 from orchestrator.lab.bench.options import BenchOptions
@@ -52,20 +58,20 @@ PROBE_TOKENS = 4  # after a prompt, to include the memory of kernels for single 
 
 
 @dataclass(frozen=True)
-class GpuOptions(AblationOptions):
+class GpuOptions(BenchOptions):
     """Options of the GPU benchmark.
 
     `caps` are fractions of the expert bytes in the best precision that fit in the GPU's memory, in
-    addition to the rest of the model. `device` is the GPU's name. Raises ConfigError.
+    addition to the rest of the model. `device` is the GPU's name. The first prompt starts with
+    empty slots (cold). The second one starts with the experts that decoding left in memory, like
+    the second question of a chat, but in a new conversation. Raises ConfigError.
     """
 
     caps: tuple[float, ...] = again(
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
     )
-    tokens: int = again(BenchOptions, "tokens")
+    routing: str = again(BenchOptions, "routing", "zipf")
     prompt_tokens: int = again(BenchOptions, "prompt_tokens", 1024)
-    runs: int = again(BenchOptions, "runs")
-    turns: int = again(AblationOptions, "turns", 1, option=False)
     device: str = setting("cuda0", "The GPU.", metavar="NAME")
     layers: int | None = again(
         BenchOptions,
@@ -86,10 +92,22 @@ class GpuOptions(AblationOptions):
         metavar="DIR",
     )
 
+    def parts(self) -> list[Part]:
+        first = [prompt(self.prompt_tokens, COLD), settle(self.warmup, self.max_seconds / 3)]
+        return [*first, prompt(self.prompt_tokens), decode(self.tokens, self.max_seconds)]
+
     @property
     def caps_process(self) -> bool:
         """True: the cap applies to the GPU's memory, whatever the size of the model."""
         return True
+
+
+def add_over_demand(rows: Sequence[Result]) -> None:
+    """Add the speed-up over load on demand under the same cap to each row."""
+    for same in caps_of(rows):
+        demand = [row for row in same if row["name"] == ON_DEMAND]
+        add_ratio(same, "speedup_tpot", demand)
+        add_ratio(same, "speedup_ttft", demand, "ttft_ms_runs")
 
 
 @dataclass(frozen=True, slots=True)

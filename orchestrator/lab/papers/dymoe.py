@@ -298,7 +298,8 @@ def table_3(on: Measured) -> Made:
         Compared(
             f"{name}, times as fast as {ON_DEMAND}",
             said,
-            f"TPOT {ratios(ON_DEMAND, name, 'decode')}; TTFT {ratios(ON_DEMAND, name, length)} {of}",
+            f"TPOT {ratios(ON_DEMAND, name, 'decode')}; "
+            f"TTFT {ratios(ON_DEMAND, name, length)} {of}",
             _LIVE,
         )
         for name, said in paper.items()

@@ -30,6 +30,8 @@ from orchestrator.runtime.runtime import Runtime
 
 # Tokens that each configuration is scored on, and tokens per context.
 TOKENS, WINDOW = 1536, 256
+# With fewer scored tokens, standard errors exceed the effects.
+LEAST = 512
 # Tokens whose routing is counted, and tokens per context: 64 sequences for the largest batches.
 ROUTED, SEQUENCE = 6144, 96
 # A record of a text is cut at this many characters, so that domains get about as many tokens.
@@ -119,10 +121,20 @@ class Measured(AbstractContextManager["Measured"]):
         text = f"{', '.join(self.domains)} ({self._digest[:8]})"
         return {"model": self.config.model.name, "bytes": size, "text": text}
 
-    def _subject(self, tokens: int = TOKENS, window: int = WINDOW) -> Subject:
-        """Return the model with a text of so many tokens, in contexts of `window` tokens."""
+    def _subject(self, tokens: int | None = None, window: int | None = None) -> Subject:
+        """Return the model with TOKENS tokens of the text, or so many, in contexts of `window`.
+
+        Raises ConfigError if the text is too short.
+        """
+        tokens, window = tokens or TOKENS, window or WINDOW
         options = EvalOptions(text=self.text, tokens=tokens, window=window)
-        return Subject(self.config, options, self.report, self.note)
+        found = Subject(self.config, options, self.report, self.note)
+        if found.n_tokens < LEAST:
+            raise ConfigError(
+                f"the text has {found.n_tokens} scored tokens, the minimum is {LEAST}: give more "
+                f"--data"
+            )
+        return found
 
     @cached_property
     def routes(self) -> Sequence[Routes]:

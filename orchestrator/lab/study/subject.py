@@ -216,21 +216,14 @@ class Subject:
     ) -> None:
         """Read the text and open the model once.
 
-        `note` receives messages about the passes. Raises ConfigError for an unsuitable text,
-        questions or tiers.
+        `note` receives messages about the passes. Raises ConfigError for an unsuitable text or
+        questions.
         """
         if options.text is None:
-            raise ConfigError("a study needs a text: give --text FILE")
-        if options.prefill or options.reuse or options.kl:
-            raise ConfigError(
-                "--study cannot be combined with --prefill, --reuse or --kl: remove them"
-            )
-        for name in ("policy", "retention"):
-            if config.given(name) is not None:
-                raise ConfigError(f"--study cannot be combined with --{name}: remove it")
+            raise ConfigError("a study needs a text")
         documents = read_documents(options.text, options.text_tokens)
         self.questions = read_questions(options.choices) if options.choices else []
-        self.report = report
+        self.report, self.note = report, note
         self.passes = Passes(report, note)
         self.config = eval_config(config, options)
         self._low_tiers: tuple[str, ...] = ()
@@ -250,14 +243,9 @@ class Subject:
             self.n_expert_used = evaluator.inside.model.n_expert_used
             self.n_expert = evaluator.inside.model.n_expert
             self.windows = options.windows(evaluator, documents)
-        self.uniform_types = UniformTypes(config, options)
+        self.uniform_types = UniformTypes(config)
         self.high = config.high_tier or ("q4_k" if "q4_k" in self.tiers[:-1] else self.tiers[0])
         self.low = config.low_tier or self.tiers[-1]
-        if len(self.tiers) < 2:
-            raise ConfigError(
-                f"{config.model} has only one precision, {self.tiers[0]}, but a study compares "
-                f"several: use a file packed with several tiers, or --low FILE"
-            )
 
     @property
     def best(self) -> str:

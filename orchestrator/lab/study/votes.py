@@ -163,8 +163,6 @@ class Voted:
 class VotesStudy(Study):
     """How well several layers together predict the experts of a layer."""
 
-    name = "votes"
-
     def measure(self, on: Subject) -> Findings:
         """Read the text once with the best tier, and count the scored tokens.
 

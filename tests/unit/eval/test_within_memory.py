@@ -4,8 +4,8 @@ import pytest
 
 from orchestrator.config import Config
 from orchestrator.lab.eval import EvalOptions, evaluate
-from orchestrator.lab.registry import STUDIES, load
-from orchestrator.lab.study import study
+from orchestrator.lab.study.dymoe import Depth
+from orchestrator.lab.study.subject import Subject
 from orchestrator.runtime.runtime import Runtime
 
 RAM = 400 << 20
@@ -58,11 +58,8 @@ def test_the_best_tier_is_read_first_and_within_the_cap(config, text, loaded):
     ]
 
 
-def test_the_studies_keep_the_cap(config, text, loaded, monkeypatch):
-    monkeypatch.setattr(study, "LEAST_TOKENS", 16)
+def test_the_studies_keep_the_cap(config, text, loaded):
     options = EvalOptions(text=text, tokens=40, window=32)
-    load(STUDIES, "depth").publish(
-        config, options, text.parent / "out", lambda _what, _share: None, lambda _note: None
-    )
+    Depth().measure(Subject(config, options, lambda _what, _share: None))
     assert len(loaded) > 2
     assert all(each.ram == RAM and others == 0 for each, others in loaded)

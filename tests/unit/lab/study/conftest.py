@@ -1,22 +1,36 @@
-"""The tests here share what studies are made on, and what each of them says of it."""
+"""The tests here share what studies are made on, and what each of them finds."""
 
 import json
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from judged import choices, model, text
 
-from orchestrator.cli.main import cli
-from orchestrator.lab.study import study
-from orchestrator.lab.study.subject import Passes
+from orchestrator.config import Config
+from orchestrator.lab.eval import EvalOptions
+from orchestrator.lab.study import dymoe, dynaexq, near_data, votes
+from orchestrator.lab.study.subject import Subject
 
-__all__ = ["choices", "domains", "model", "published", "text"]
+__all__ = ["choices", "domains", "found", "model", "text"]
 
 TEXTS = {
     "river": "The fox sat by the river and looked at the stars. Nobody came, and it was late. ",
     "sums": "1 + 1 = 2, 2 + 2 = 4, 3 + 3 = 6, 4 + 4 = 8, 5 + 5 = 10, 6 + 6 = 12, 7 + 7 = 14. ",
+}
+
+STUDIES = {
+    "accuracy": dymoe.Accuracy,
+    "retention": dymoe.Retention,
+    "critical": dymoe.Critical,
+    "depth": dymoe.Depth,
+    "similarity": dymoe.Similarity,
+    "demotion": dynaexq.Demotion,
+    "memory": dynaexq.HotMemory,
+    "equal": dynaexq.EqualMemory,
+    "votes": votes.VotesStudy,
+    "context": near_data.PromptContext,
+    "near-bits": near_data.NearBits,
 }
 
 
@@ -29,26 +43,16 @@ def domains(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_texts():
-    """The tests look at tables, not at what stands in them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "LEAST_TOKENS", 16)
-        yield
-
-
 # Studies of halves need all of the text; the others do with little.
 WHOLE = ("demotion", "memory", "near-bits")
 # One size of the hot set shows what there is to see, in half of the time.
-MORE = {"near-bits": ["--hot-experts", "2"]}
+MORE = {"near-bits": {"hot_experts": 2}}
 
 
 @pytest.fixture(scope="session")
-def published(model, domains, tmp_path_factory):
-    """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
-    shown: what it printed; folder: what it wrote to."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-
+def found(model, domains, tmp_path_factory):
+    """What a study finds of the random model, by its name; each study runs once. tables: their
+    titles and rows, as JSON has them; panels: how many; said: notes; passes: what was counted."""
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
     records = [
         {"question": f"Question {i}: which one?", "choices": ["river", "a fox"], "answer": i % 2}
@@ -58,26 +62,19 @@ def published(model, domains, tmp_path_factory):
 
     @cache
     def run(name):
-        folder = tmp_path_factory.mktemp(name)
-        options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "16"]
-        options += ["--text", str(domains), "--study", name, "--out", str(folder)]
-        options += ["--choices", str(asked), *MORE.get(name, [])]
-        if name not in WHOLE:
-            options += ["--max-tokens", "48"]
-        passes: list[Passes] = []
-        begin = Passes.__init__
-
-        def counted(self, *args):
-            begin(self, *args)
-            passes.append(self)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Passes, "__init__", counted)
-            result = CliRunner().invoke(cli, ["eval", *options])
-        assert result.exit_code == 0, result.output
-        data = json.loads((folder / f"{name}.json").read_text())
+        said = []
+        config = Config.build(model=model, threads=1, ctx=128, **MORE.get(name, {}))
+        tokens = None if name in WHOLE else 48
+        options = EvalOptions(text=domains, choices=asked, tokens=tokens, window=16)
+        on = Subject(config, options, lambda what, done: None, said.append)
+        made = STUDIES[name]().measure(on)
+        tables = [{"title": each.title, "rows": list(each.rows)} for each in made.tables]
         return SimpleNamespace(
-            data=data, shown=result.stdout, folder=folder, passes=passes[0], said=result.stderr
+            tables=json.loads(json.dumps(tables)),
+            panels=len(made.panels),
+            said=said,
+            passes=on.passes,
+            tokens=on.n_tokens,
         )
 
     return run

@@ -1,12 +1,7 @@
-"""The studies' own decisions, and what they refuse."""
-
-import sys
+"""The studies' own decisions."""
 
 import numpy as np
-import pytest
-from click.testing import CliRunner
 
-from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.events import SKIP, DecisionBuffer, Phase, RouteEvent, StoreView
 from orchestrator.lab.calibrate.measure import tensor
@@ -110,30 +105,3 @@ def test_recorded_logits_choose_the_experts_that_the_store_sees(model):
     assert router is not None
     x = found["ffn_norm", layer_ids[0]]
     assert np.allclose(x @ router.T, found[ROUTER_LOGITS, layer_ids[0]], atol=1e-2)
-
-
-def study(model, text, name, out, *args):
-    options = ["-m", str(model), "--threads", "1", "--ctx", "128", "--window", "64"]
-    options += ["--text", str(text), "--max-tokens", "24", "--study", name, "--out", str(out)]
-    return CliRunner().invoke(cli, ["eval", *options, *args])
-
-
-def test_a_study_needs_matplotlib(model, text, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = study(model, text, "depth", tmp_path)
-    assert result.exit_code == 1
-    assert "a plot needs matplotlib: run `pip install" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--policy", "lru"], "--study cannot be combined with --policy"),
-        (["--retention", "0.5"], "--study cannot be combined with --retention"),
-        (["--reuse"], "--study cannot be combined with --prefill"),
-    ],
-)
-def test_a_study_chooses_for_itself(model, text, tmp_path, args, message):
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    result = study(model, text, "depth", tmp_path, *args)
-    assert result.exit_code == 1 and message in result.stderr
