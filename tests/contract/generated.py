@@ -7,10 +7,12 @@ PAGES are whole files. BLOCKS stand in a document between two marks:
     <!-- end of generated -->
 """
 
+import json
 import re
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +21,7 @@ from test_layers import LAYERS, REPO
 if TYPE_CHECKING:
     from orchestrator.settings import Setting
 
+PAPERS = ("dymoe", "dynaexq", "firm", "context")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
 
@@ -78,6 +81,14 @@ def policies_block():
     ]
     rows += [f"| `{name}` | {policy.summary} |" for name, policy in POLICIES.items()]
     return "\n".join(rows) + "\n"
+
+
+def paper_block(name):
+    """What a paper's command found: docs/papers/NAME.json, as the command wrote it."""
+    from orchestrator.lab.papers.paper import compared_markdown, heading
+
+    result = json.loads((REPO / "docs" / "papers" / f"{name}.json").read_text())
+    return f"{heading(result)}.\n\n{compared_markdown(result)}\n"
 
 
 def settings_page():
@@ -148,6 +159,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layers": layers_block,
     "architectures": architectures_block,
     "policies": policies_block,
+    **{f"paper-{name}": partial(paper_block, name) for name in PAPERS},
 }
 
 

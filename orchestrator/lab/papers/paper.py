@@ -200,16 +200,12 @@ def _made(figure: Figure, on: Measured) -> Made:
     return figure.measure(on)
 
 
-_COMPARED = (
-    Column("", "what", left=True),
-    Column("paper", "paper", left=True),
-    Column("here", "here", left=True),
-    Column("why different", "why", left=True),
-)
-
-
-def _compared_table(figure: Row) -> Table:
-    return Table(f"{figure['name']}: {figure['about']}", _COMPARED, figure["compared"])
+def _compared_markdown(figure: Row) -> str:
+    """Return the comparison of one table or figure. Cells are not aligned: they are too long."""
+    keys = ("what", "paper", "here", "why")
+    rows = (" | ".join(row[key].replace("|", "/") for key in keys) for row in figure["compared"])
+    head = ["| | paper | here | why different |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {row} |" for row in rows)]).replace("|  |", "| |")
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -231,14 +227,17 @@ def render(result: dict[str, Any]) -> str:
 
 def compared_markdown(result: dict[str, Any]) -> str:
     """Format the comparison with the paper in Markdown, without details."""
-    return "\n\n".join(_compared_table(figure).markdown() for figure in result["figures"])
+    return "\n\n".join(
+        f"**{figure['name']}**: {figure['about']}\n\n{_compared_markdown(figure)}"
+        for figure in result["figures"]
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Format the result of `publish` in Markdown, with all details."""
     parts = [f"# {heading(result)}"]
     for figure in result["figures"]:
-        parts += [f"## {figure['name']}", _compared_table(figure).markdown()]
+        parts += [f"## {figure['name']}: {figure['about']}", _compared_markdown(figure)]
         for table in figure["tables"]:
             parts.append(_plain_markdown(table))
     return "\n\n".join(parts)

@@ -138,7 +138,8 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
     them is not taken), and the patience.
     """
     n_p, n_k = losses.shape[1:]
-    at, visited = [n_k, n_p], {}
+    at = [n_k, n_p]
+    visited: dict[Votes, float] = {}
     history: list[float] = []
     best, stale = np.inf, 0
     for token, loss in enumerate(losses, 1):

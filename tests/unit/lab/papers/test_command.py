@@ -1,4 +1,4 @@
-"""`moe-edge paper`: its lists are closed, it goes on where it was, and it refuses in one sentence."""
+"""`moe-edge paper`: its lists are closed, it resumes, and it refuses in one sentence."""
 
 import errno
 import json
@@ -194,7 +194,7 @@ def one_tier(folder):
         (
             None,
             ("--only", "Table 9"),
-            "--only 'Table 9' is not in this paper: choose one of Table 1",
+            "--only 'Table 9' is not in this paper: choose one",
         ),
         (None, ("--data", "EMPTY"), "has no texts: it needs .jsonl or .txt files"),
     ],
