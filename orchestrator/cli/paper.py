@@ -22,7 +22,7 @@ from orchestrator.lab.registry import PAPERS, load_paper
 
 
 @click.command(cls=Command)
-@click.argument("name", metavar=f"[{'|'.join(PAPERS)}]", type=click.Choice(list(PAPERS)))
+@click.argument("name", metavar="|".join(PAPERS), type=click.Choice(list(PAPERS)))
 @option(
     "-m --model FILE", "Model, a MoE model in several precisions.  [default: the demo]", type=str
 )

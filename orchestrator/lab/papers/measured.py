@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from itertools import chain, zip_longest
@@ -34,8 +34,8 @@ TOKENS, WINDOW = 1536, 256
 LEAST = 512
 # Tokens whose routing is counted, and tokens per context: 64 sequences for the largest batches.
 ROUTED, SEQUENCE = 6144, 96
-# A record of a text is cut at this many characters, so that domains get about as many tokens.
-RECORD = 1200
+# Texts are divided into pieces of this many characters, so that domains get about as many tokens.
+PIECE = 1200
 # Tokens that are read of each domain at most.
 _MOST = 1 << 14
 # Parts of a text of the demo: one conversation, whose last answer is scored.
@@ -54,18 +54,20 @@ def read_data(folder: Path) -> list[list[Document]]:
     paths = sorted(path for path in folder.glob("*") if path.name.endswith(_TEXTS))
     if not paths:
         raise ConfigError(f"--data {folder} has no texts: it needs .jsonl or .txt files, or .xz")
-    return [
-        [
-            Document(each.text[:RECORD], each.context[-RECORD:], each.domain or _stem(path))
-            for each in read_documents(path, _MOST)
-            if each.text.strip()
-        ]
-        for path in paths
-    ]
+    domains: dict[str, list[Document]] = {}
+    for path in paths:
+        for each in read_documents(path, _MOST):
+            name = each.domain or path.name.split(".")[0]
+            domains.setdefault(name, []).extend(_pieces(each, name))
+    return list(domains.values())
 
 
-def _stem(path: Path) -> str:
-    return path.name.split(".")[0]
+def _pieces(document: Document, domain: str) -> Iterator[Document]:
+    """Yield the pieces of a text. The context belongs to the first one."""
+    for start in range(0, len(document.text), PIECE):
+        piece = document.text[start : start + PIECE]
+        if piece.strip():
+            yield Document(piece, "" if start else document.context[-PIECE:], domain)
 
 
 def conversations() -> list[list[Document]]:
