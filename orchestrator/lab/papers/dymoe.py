@@ -18,7 +18,7 @@ from orchestrator.lab.papers.paper import NOT_IN_TEXT, Compared, Figure, Made, P
 from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.study.dymoe import Accuracy, Critical, Depth, Retention, Similarity
 from orchestrator.lab.study.routing import Load, hot_overlap, loads
-from orchestrator.lab.study.study import share, show_change
+from orchestrator.lab.study.study import Findings, share, show_change
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.plan.footprint import model_shape
 
@@ -33,10 +33,15 @@ RETENTION = 0.75
 PROMPT, HEAVY = 256, 0.2
 
 
+@cache
+def accuracy(on: Measured) -> Findings:
+    """Measure the loss of each precision alone and of mixes."""
+    return Accuracy().measure(on.subject())
+
+
 def table_1(on: Measured) -> Made:
     """Measure the loss of each precision alone."""
-    subject = on.subject()
-    found = Accuracy().measure(subject)
+    subject, found = on.subject(), accuracy(on)
     rows = found.tables[0].rows
     here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
     compared = [
@@ -66,8 +71,7 @@ def _times(rows: Sequence[Row]) -> str:
 
 def table_2(on: Measured) -> Made:
     """Measure mixes of the high tier with the low one and with skipping."""
-    subject = on.subject()
-    found = Accuracy().measure(subject)
+    subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
     paper = {0.75: "4/0 0.6714, 4/2 0.6782", 0.9: "4/0 0.6807, 4/2 0.6821", 1.0: "0.6795"}
     compared = [

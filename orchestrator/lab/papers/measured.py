@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError, TraceError
 from orchestrator.lab.bench.child import SEPARATOR, Job, Part, longest_context
 from orchestrator.lab.bench.models import DEMO_TEXT
 from orchestrator.lab.children import Result, run_child
-from orchestrator.lab.eval.run import EvalOptions
+from orchestrator.lab.eval.run import LEAST_WINDOW, EvalOptions
 from orchestrator.lab.eval.text import Document, read_documents
 from orchestrator.lab.replay.file import read_trace, write_trace
 from orchestrator.lab.replay.record import record_text
@@ -126,9 +126,11 @@ class Measured(AbstractContextManager["Measured"]):
     def _subject(self, tokens: int | None = None, window: int | None = None) -> Subject:
         """Return the model with TOKENS tokens of the text, or so many, in contexts of `window`.
 
-        Raises ConfigError if the text is too short.
+        Contexts are shorter if there are many domains, because studies need some of each. Raises
+        ConfigError if the text is too short.
         """
-        tokens, window = tokens or TOKENS, window or WINDOW
+        tokens = tokens or TOKENS
+        window = window or max(LEAST_WINDOW, min(WINDOW, tokens // (3 * len(self.domains))))
         options = EvalOptions(text=self.text, tokens=tokens, window=window)
         found = Subject(self.config, options, self.report, self.note)
         if found.n_tokens < LEAST:
