@@ -87,7 +87,10 @@ def paper_block(name):
     """What a paper's command found: docs/papers/NAME.json, as the command wrote it."""
     from orchestrator.lab.papers.paper import compared_markdown, heading
 
-    result = json.loads((REPO / "docs" / "papers" / f"{name}.json").read_text())
+    path = REPO / "docs" / "papers" / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    result = json.loads(path.read_text())
     return f"{heading(result)}.\n\n{compared_markdown(result)}\n"
 
 

@@ -158,7 +158,8 @@ class Measured(AbstractContextManager["Measured"]):
         With `firm` it has the deepest look-ahead, with `dymoe` the importance of tokens. It is
         kept on disk, because a second one would have other times.
         """
-        path = self.folder / f"trace-{policy}-{prompt}-{answer}-{self._digest[:8]}.npz"
+        key = digest(self.basis())[:8]
+        path = self.folder / f"trace-{policy}-{prompt}-{answer}-{key}.npz"
         if path.exists():
             try:
                 return read_trace(path)
