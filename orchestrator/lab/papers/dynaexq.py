@@ -399,7 +399,7 @@ def figure_10(on: Measured) -> Made:
     for n in LENGTHS:
         parts += [prompt(n, f"prompt {n}")] * TIMES
     timed = _timed(on, parts)
-    rows = []
+    rows: list[Row] = []
     for name, rounds in timed.items():
         for n in LENGTHS:
             times = [
@@ -433,7 +433,7 @@ def figure_10(on: Measured) -> Made:
         for name in names
     ]
     drawn = [
-        Line(name, LENGTHS, exact([row["ttft"] for row in rows if row["name"] == name]))
+        Line(name, LENGTHS, exact([each["ttft"] for each in rows if each["name"] == name]))
         for name in names
     ]
     panel = Panel("prompt, tokens", "TTFT, ms", drawn, on.config.model.name, scale="log")

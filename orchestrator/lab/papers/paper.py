@@ -21,6 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.lab.papers.measured import Measured
 from orchestrator.lab.plotting import Panel, draw, require_matplotlib
 from orchestrator.lab.table import Column, Row, Table
+from orchestrator.runtime.load import Progress
 
 NOT_IN_TEXT = "not in the text"
 NOT_MADE = "not made"
@@ -117,7 +118,7 @@ def publish(
     folder: Path,
     data: Path | None,
     only: str | None,
-    report: Callable[[str, float], None],
+    report: Progress,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure what is missing, write it to a folder, and return everything chosen, for JSON.

@@ -67,7 +67,7 @@ def active_in_decode(routes: Sequence[Routes], batch: int, draws: int = 64) -> f
         chosen = random.choice(len(routes), batch, replace=batch > len(routes))
         tokens = [routes[at].ids[random.integers(len(routes[at].ids))] for at in chosen]
         found += _distinct(np.stack(tokens))
-    return found / (draws * routes[0].ids.shape[1] * routes[0].n_expert)
+    return float(found / (draws * routes[0].ids.shape[1] * routes[0].n_expert))
 
 
 def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: int = 64) -> float:
@@ -79,7 +79,7 @@ def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: 
     for _ in range(draws):
         chosen = random.choice(len(routes), batch, replace=batch > len(routes))
         found += _distinct(np.concatenate([routes[at].ids[:length] for at in chosen]))
-    return found / (draws * routes[0].ids.shape[1] * routes[0].n_expert)
+    return float(found / (draws * routes[0].ids.shape[1] * routes[0].n_expert))
 
 
 @dataclass(frozen=True, slots=True)

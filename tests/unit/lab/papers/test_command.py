@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from gguf_tools import synthetic
+from gguf_tools.file.layout import GGMLType
 from gguf_tools.synthetic.shapes import preset
 from orchestrator.cli.main import cli
 from orchestrator.lab.papers import paper as papers
@@ -173,7 +174,8 @@ def dense(folder):
         write_model,  # ty: ignore
     )
 
-    return write_model(folder / "dense.gguf", None, model_metadata("llama", expert_count=None))
+    tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
+    return write_model(folder / "dense.gguf", tensors, model_metadata("llama", expert_count=None))
 
 
 def one_layer(folder):
