@@ -122,7 +122,8 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         turned = {"rotation": 60, "ha": "right"} if max(map(len, names)) > 3 else {}
         axis.set_xticks(places, names, fontsize=8, **turned)
     else:
-        axis.legend(fontsize=7)
+        if any(line.label for line in panel.lines):
+            axis.legend(fontsize=7)
     axis.set_xlabel(panel.x)
     axis.set_ylabel(panel.y)
     axis.set_title(panel.title, fontsize=9)

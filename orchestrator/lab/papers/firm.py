@@ -44,9 +44,9 @@ _MACHINE = (
 )
 
 
-def played(on: Measured, prompt: int = PROMPT, answer: int = ANSWER) -> Played:
+def played(on: Measured, prompt: int | None = None, answer: int | None = None) -> Played:
     """Return a recorded run with look-ahead."""
-    return Played(on.library, on.trace(prompt, answer), ReplayOptions())
+    return Played(on.library, on.trace(prompt or PROMPT, answer or ANSWER), ReplayOptions())
 
 
 def table_1(on: Measured) -> Made:
@@ -194,14 +194,14 @@ def figure_5(on: Measured) -> Made:
     drawn = [
         Line(
             part.name,
-            range(1, 16),
+            range(1, len(base) + 1),
             exact([row["speed"] for row in rows if row["name"] == part.name]),
         )
         for part in listed
     ]
     compared = [
         Compared(
-            "mean of 15 pairs",
+            f"mean of {len(base)} pairs",
             "1.31 times Fiddler and llama.cpp",
             "over lru: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in means.items()),
             f"{_MACHINE}; the baseline is lru, Fiddler is not run here; the paper's lengths are "
