@@ -38,7 +38,7 @@ from orchestrator.lab.registry import PAPERS, load_paper
     "[default: the demo's conversations]",
     type=FILE,
 )
-@option("--only TEXT", 'One table or figure, such as "Table 3".  [default: all]')
+@option("--only LIST", 'Tables and figures, such as "Table 3,Figure 10".  [default: all]')
 @THREADS
 @JSON
 def paper(

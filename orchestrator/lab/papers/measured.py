@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,17 @@ def _pieces(document: Document, domain: str) -> Iterator[Document]:
             yield Document(piece, "" if start else document.context[-PIECE:], domain)
 
 
+def _balanced(domains: Sequence[list[Document]]) -> Iterator[Document]:
+    """Yield all texts, always one of the domain that has had the least, so that any beginning has
+    about as much of each domain."""
+    left = [deque(each) for each in domains]
+    had = [0] * len(domains)
+    while any(left):
+        at = min((at for at, each in enumerate(left) if each), key=had.__getitem__)
+        had[at] += len(left[at][0].text)
+        yield left[at].popleft()
+
+
 def conversations() -> list[list[Document]]:
     """Return the demo's conversations as one domain: the last answer of each, after the rest."""
     pieces = DEMO_TEXT.read_text("utf-8").removesuffix("\n").split(SEPARATOR)
@@ -94,9 +105,7 @@ class Measured(AbstractContextManager["Measured"]):
         """Read the texts. Raises ConfigError."""
         self.config, self.folder, self.report, self.note = config, folder, report, note
         domains = conversations() if data is None else read_data(data)
-        # Records take turns, so that a cut leaves about as much of each domain.
-        turns = chain.from_iterable(zip_longest(*domains))
-        self.documents = [each for each in turns if each is not None]
+        self.documents = list(_balanced(domains))
         self.domains = list(dict.fromkeys(each.domain for each in self.documents))
         records = [
             {"text": each.text, "context": each.context, "domain": each.domain}

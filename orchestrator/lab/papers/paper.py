@@ -90,12 +90,17 @@ class Paper:
     least_tiers: int = 2
 
     def chosen(self, only: str | None) -> list[Figure]:
-        """Return the figures named `only`, or all. Raises ConfigError for an unknown name."""
-        found = [each for each in self.figures if only is None or each.name == only.title()]
-        if not found:
-            names = ", ".join(each.name for each in self.figures)
-            raise ConfigError(f"--only '{only}' is not in this paper: choose one of {names}")
-        return found
+        """Return the figures in `only`, names between commas, or all. Raises ConfigError."""
+        if only is None:
+            return list(self.figures)
+        known = {each.name: each for each in self.figures}
+        asked = [name.strip() for name in only.split(",")]
+        for name in asked:
+            if name.title() not in known:
+                raise ConfigError(
+                    f"--only '{name}' is not in this paper: choose from {', '.join(known)}"
+                )
+        return [known[name.title()] for name in asked]
 
     def check(self, config: Config) -> None:
         """Raise ConfigError or GGUFError for a model that the paper cannot be measured on."""

@@ -115,7 +115,7 @@ def test_each_line_has_the_paper_ours_and_the_reason(model, tmp_path, calls):
 
 
 def test_a_repeated_command_measures_what_is_missing(model, tmp_path, calls):
-    assert run(model, tmp_path, "--only", "figure 2").exit_code == 0
+    assert run(model, tmp_path, "--only", "figure 2, Figure 4").exit_code == 0
     assert calls == ["Figure 2"] and not (tmp_path / "firm.json").exists()
     assert run(model, tmp_path).exit_code == 0
     # What this text cannot show is tried again: another one may.
@@ -196,7 +196,7 @@ def one_tier(folder):
         (
             None,
             ("--only", "Table 9"),
-            "--only 'Table 9' is not in this paper: choose one",
+            "--only 'Table 9' is not in this paper: choose from",
         ),
         (None, ("--data", "EMPTY"), "has no texts: it needs .jsonl or .txt files"),
     ],
