@@ -17,6 +17,7 @@ from orchestrator.lab.plotting import Line, Panel, exact
 from orchestrator.lab.replay.near_data import (
     CONTEXT,
     HOBBIT,
+    LENGTHS,
     MONDE,
     NEAR_ONLY,
     SHAPES,
@@ -262,7 +263,20 @@ def figure_5(on: Measured) -> Made:
             compared.append(
                 Compared(f"{shape}, {bits:g} bits, end to end over {what}", stated, here, why)
             )
-    return Made(compared, [t for each in results for t in near_tables(each)[1:]])
+    tables = [table for each in results for table in near_tables(each)[1:]]
+    shown = [each for each in results if _routing(each) == "generated"]
+    ratios = [each["runs"][CONTEXT]["lengths"][1]["over_near_only"] for each in shown]
+    ticks = [f"{each['shape']}, {each['bits']:g} bits" for each in shown]
+    prompt, answer = LENGTHS[1]
+    panel = Panel(
+        "",
+        "end to end over near-only",
+        [Line("", range(len(ratios)), exact(ratios))],
+        f"prompt {prompt}, answer {answer}, generated routing",
+        bars=True,
+        ticks=ticks,
+    )
+    return Made(compared, tables, [panel])
 
 
 def _routing(result: dict[str, Any]) -> str:
@@ -337,15 +351,10 @@ def figure_6(on: Measured) -> Made:
         Column("on the GPU", "hot", share),
     )
     names = list(dict.fromkeys(row["name"] for row in steps))
-    drawn = [
-        Line(routing, range(len(names)), exact([row["tokens_per_s"] for row in mine]))
-        for routing in ("generated",)
-        if (mine := [r for r in steps if r["routing"] == routing][: len(names)])
-    ]
-    panel = Panel(
-        "", "decoded tokens/s", drawn, f"{steps[0]['shape']}, {steps[0]['bits']:g} bits",
-        bars=True, ticks=names,
-    )  # fmt: skip
+    first = [row["tokens_per_s"] for row in steps[: len(names)]]
+    title = f"{steps[0]['shape']}, {steps[0]['bits']:g} bits, generated routing"
+    drawn = [Line("", range(len(names)), exact(first))]
+    panel = Panel("", "decoded tokens/s", drawn, title, bars=True, ticks=names)
     return Made(compared, [Table("Decoding on the paper's machine", columns, steps)], [panel])
 
 

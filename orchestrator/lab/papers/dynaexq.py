@@ -17,7 +17,6 @@ from orchestrator.lab.bench.rows import named
 from orchestrator.lab.papers.measured import Measured
 from orchestrator.lab.papers.paper import NOT_IN_TEXT, Compared, Figure, Made, Paper, Unavailable
 from orchestrator.lab.plotting import Line, Panel, exact
-from orchestrator.lab.replay import ReplayOptions
 from orchestrator.lab.study.dynaexq import (
     STARTED,
     Demotion,
@@ -25,7 +24,7 @@ from orchestrator.lab.study.dynaexq import (
     HotMemory,
     Residency,
 )
-from orchestrator.lab.study.firm import NO_PREFETCH, Played, expert_bytes
+from orchestrator.lab.study.firm import NO_PREFETCH, Played, expert_bytes, on_link
 from orchestrator.lab.study.firm import Part as Replayed
 from orchestrator.lab.study.routing import (
     active_in_decode,
@@ -46,8 +45,9 @@ PROMPT, STEPS, ROUNDS = 32, 12, 2
 LENGTHS, TIMES = (8, 16, 32, 64, 128, 256, 384), 4
 # The share of each layer's experts that is high, and the share of a hot set in Figure 2.
 HIGH, HOT_SHARE = 0.25, 0.1
-# The share of the experts that have slots in Figure 1.
-HELD = 0.5
+# Figure 1: the share of the experts that have slots, and the link: reading all experts of a token
+# takes this many times as long as computing it.
+HELD, READS = 0.5, 4.0
 
 OTHER = "another model: E = {} and k = {}, where Qwen3-30B-A3B has 128 and 8"
 
@@ -146,7 +146,8 @@ def figure_1(on: Measured) -> Made:
     listed = [Replayed(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
     rows: list[Row] = []
     for n in LENGTHS[1:]:
-        run = Played(on.library, on.trace(n, 32), ReplayOptions())
+        trace = on.trace(n, 32)
+        run = Played(on.library, trace, on_link(trace, READS))
         room = int(HELD * expert_bytes(run.trace))
         for part in listed:
             _, outcome = run.play(part.policy, part.settings, expert_ram=room)
@@ -170,7 +171,8 @@ def figure_1(on: Measured) -> Made:
             ", ".join(
                 f"{row['n']}: {row['stall_ms']:.0f} ms ({share(row['of_it'])})" for row in mine
             ),
-            f"virtual time, slots for {HELD:.0%} of the experts; firm stands in for ExpertFlow. "
+            f"virtual time, slots for {HELD:.0%} of the experts, reading all experts of a token "
+            f"takes {READS:g} times its computing; firm stands in for ExpertFlow. "
             f"After all experts are read once, waits stop growing",
         )
     ]

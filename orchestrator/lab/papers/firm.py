@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from orchestrator.errors import BudgetError
 from orchestrator.lab.papers.measured import Measured
 from orchestrator.lab.papers.paper import Compared, Figure, Made, Paper, Unavailable
 from orchestrator.lab.plotting import Line, Panel, exact
-from orchestrator.lab.replay import ReplayOptions
 from orchestrator.lab.replay.report import RIGID
 from orchestrator.lab.study import heop
 from orchestrator.lab.study.activations import read_windows, routers_of
@@ -22,36 +22,46 @@ from orchestrator.lab.study.firm import (
     Played,
     expert_bytes,
     measure_votes,
+    on_link,
     played_parts,
 )
-from orchestrator.lab.study.study import lines, share
+from orchestrator.lab.study.study import lines
 from orchestrator.lab.study.votes import VotesStudy
-from orchestrator.lab.table import Column, Row, Table, fixed
+from orchestrator.lab.table import Column, Row, Table, fixed, percent
 from orchestrator.policy.firm import FIRM, GROUPS, MOL, RANK
 
 # The recorded run of most figures: tokens of its prompt and of its answer.
 PROMPT, ANSWER = 64, 384
 # Shares of the experts that have slots. Qwen1.5-MoE's 128 to 768 of 1,440 experts are 9 to 53 %.
 SHARES = (0.36, 0.53, 0.75, 0.9)
+# Links: reading all experts of a token takes this many times as long as computing it.
+SLOW, FAST = 4.0, 0.5
 # The 15 pairs of Figure 5, and the share of the experts that have slots there.
 PROMPTS, ANSWERS, HELD = (16, 32, 64, 128, 256), (32, 64, 128), 0.53
 # Text whose logits are read for Figure 6, and the share of the experts that its cache holds.
 LOGITS, CACHED = 768, 0.5
 
+slots = percent(0, " %")
 _MACHINE = (
-    "virtual time on this machine's disk and computing, where the paper has PCIe 4.0 and an RTX "
-    "3090; slots are divided evenly among the layers, where the paper has one LRU cache"
+    f"virtual time; reading all experts of a token takes {SLOW:g} times its computing, where the "
+    f"paper has PCIe 4.0 and an RTX 3090; slots are divided evenly among the layers, where the "
+    f"paper has one LRU cache"
 )
 
 
-def played(on: Measured, prompt: int | None = None, answer: int | None = None) -> Played:
-    """Return a recorded run with look-ahead."""
-    return Played(on.library, on.trace(prompt or PROMPT, answer or ANSWER), ReplayOptions())
+def played(
+    on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
+) -> Played:
+    """Return a recorded run with look-ahead, on a link of this speed (`on_link`)."""
+    trace = on.trace(prompt or PROMPT, answer or ANSWER)
+    return Played(on.library, trace, on_link(trace, reads))
 
 
 def table_1(on: Measured) -> Made:
     """Measure each part in the paper's world: one queue of reads, and waits for whole experts."""
-    table, panel = played_parts(played(on), BASE, SHARES)
+    (table, panel), (other, _) = (
+        played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
+    )
     paper = {
         "+ FG: gates alone": "1.32, 1.31, 1.24, 1.41 times as fast (128, 256, 512, 768 experts)",
         "+ MoL": "1.21, 1.22, 1.21, 1.27",
@@ -59,17 +69,23 @@ def table_1(on: Measured) -> Made:
         "all: tuned": "1.65, 1.62, 1.29, 1.54",
     }
     compared = [
-        Compared(f"{name}, speed over BB", said, _by_share(table.rows, name, "speedup"), _MACHINE)
+        Compared(
+            f"{name}, speed over BB",
+            said,
+            f"{_by_share(table.rows, name, 'speedup')}; on a link {SLOW / FAST:g} times as fast "
+            f"{_by_share(other.rows, name, 'speedup')}",
+            _MACHINE,
+        )
         for name, said in paper.items()
     ]
-    return Made(compared, [table], [panel])
+    return Made(compared, [table, other], [panel])
 
 
 def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
     """Return a row's values for each share of slots."""
     mine = [row for row in rows if row["name"] == name]
     values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
-    return f"{values} ({', '.join(share(row['held']) for row in mine)} of the experts)"
+    return f"{values} ({', '.join(slots(row['held']) for row in mine)} of the experts)"
 
 
 def table_2(on: Measured) -> Made:
@@ -91,7 +107,7 @@ def table_2(on: Measured) -> Made:
     columns = (
         Column("link", "world", left=True),
         Column("", "name", left=True),
-        Column("slots", "held", share),
+        Column("slots", "held", slots),
         Column("tok/s with the prompt", "speed", fixed(1)),
     )
     compared = []
@@ -101,7 +117,7 @@ def table_2(on: Measured) -> Made:
             held: max((row for row in mine if row["held"] == held), key=lambda row: row["speed"])
             for held in dict.fromkeys(row["held"] for row in mine)
         }
-        here = ", ".join(f"{share(held)}: {row['name']}" for held, row in best.items())
+        here = ", ".join(f"{slots(held)}: {row['name']}" for held, row in best.items())
         compared.append(
             Compared(
                 f"fastest n, {world}",
@@ -151,7 +167,7 @@ def _slowdown(rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row["name"] == "firm, mol, n=1"]
     first, last = mine[0], mine[-1]
     ratio = first["tpot_ms_mean"] / last["tpot_ms_mean"]
-    return f"{ratio:.2f} times as slow with {share(first['held'])} as with {share(last['held'])}"
+    return f"{ratio:.2f} times as slow with {slots(first['held'])} as with {slots(last['held'])}"
 
 
 def figure_5(on: Measured) -> Made:
@@ -248,8 +264,9 @@ def figure_6(on: Measured) -> Made:
     )
     title = f"What each search finds: {subject.basis}, a cache of {CACHED:.0%} of the experts"
     tables = [Table(title, columns, rows)]
-    replayed = measure_votes(Played(on.library, on.trace(PROMPT, ANSWER), _cached(on, CACHED)))
-    tables += replayed.tables
+    run = played(on)
+    cached = replace(run.options, expert_ram=int(CACHED * expert_bytes(run.trace)))
+    tables += measure_votes(run._replace(options=cached)).tables
     printed = [row["ratio"] for row in rows if "printed" in row["way"]]
     ours = [row["ratio"] for row in rows if row["way"] == "our climb"]
     compared = [
@@ -277,10 +294,6 @@ def figure_6(on: Measured) -> Made:
         ),
     ]
     return Made(compared, tables, panels)
-
-
-def _cached(on: Measured, share: float) -> ReplayOptions:
-    return ReplayOptions(expert_ram=int(share * expert_bytes(on.trace(PROMPT, ANSWER))))
 
 
 def figure_7(on: Measured) -> Made:

@@ -127,6 +127,18 @@ def expert_bytes(trace: Trace) -> int:
     )
 
 
+def on_link(trace: Trace, reads: float) -> ReplayOptions:
+    """Return the options of a link on which reading all experts of a token takes `reads` times as
+    long as computing the token.
+
+    Both times are then of the same machine, so that ratios do not depend on its load.
+    """
+    decoded = trace.arrays["step_phase"] == Phase.DECODE
+    compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
+    token_bytes = expert_bytes(trace) * trace.n_expert_used / trace.n_expert
+    return ReplayOptions(bandwidth=int(token_bytes / (reads * compute_s)), latency_us=0)
+
+
 def played_parts(on: Played, base: str, shares: Sequence[float]) -> tuple[Table, Panel]:
     """Measure the gain of each part of FIRM, by the share of the experts that have slots.
 
