@@ -280,7 +280,7 @@ def figure_6(on: Measured) -> Made:
             "K > k",
             "K <= k = 8",
             "; ".join(
-                f"{name}: K <= k loses {100 * (ratio - 1):.1f} % more"
+                f"{name}: the best with K <= k loses {ratio:.3f} times the best of all"
                 for name, (_, _, ratio) in best.items()
             ),
             "the look-ahead of a run has k candidates; these come from the router's logits",
