@@ -90,11 +90,11 @@ def settings_page():
 
     parts = [
         "# Settings",
-        "Every setting as it is declared, with its range and its default. `make docs` writes this "
-        "page. A setting with an option can be given to `moe-edge chat` and to the commands that "
-        "run a model; all of them can be given to `Config.build` in Python and to "
-        "`--model_args` of [the harness](quality.md). The ones in italics are left out of "
-        "`--help`, and shown by `--help-all`.",
+        "Every setting with its range and its default; `make docs` writes this page. Options belong "
+        "to `moe-edge chat` and the other commands that run a model. `Config.build` in Python and "
+        "`--model_args` of [the harness](quality.md) take all settings by name (`--high-tier` is "
+        "`high_tier`). Options in italics are shown by `--help-all` only, which also has the full "
+        "text of each.",
         "## Of every policy",
         settings_table(Config.declared().values(), *COMMON),
     ]
@@ -109,16 +109,21 @@ def settings_page():
 
 def settings_table(declared, *common):
     """A row for each setting. common: groups whose options `--help` shows."""
-    rows = ["| setting | option | values | default | what it does |", "|---|---|---|---|---|"]
+    rows = ["| setting | values | default | effect |", "|---|---|---|---|"]
     for each in declared:
-        flag = f"`{each.flag}`" if each.option else ""
-        if flag and each.group not in common:
-            flag = f"*{flag}*"
-        rows.append(
-            f"| `{each.name}` | {flag} | {values_of(each)} "
-            f"| {default_of(each)} | {each.help} |".replace("|  |", "| |")
-        )
+        name = f"`{each.flag if each.option else each.name}`"
+        if each.option and each.group not in common:
+            name = f"*{name}*"
+        effect = in_short(each.help) if each.option else each.help
+        row = f"| {name} | {values_of(each)} | {default_of(each)} | {effect} |"
+        rows.append(row.replace("|  |", "| |"))
     return "\n".join(rows)
+
+
+def in_short(text):
+    """The first sentence of a help text, or the whole text if that sentence has few words."""
+    first = re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
+    return first if len(first.split()) > 3 else text
 
 
 def default_of(declared):
@@ -132,7 +137,7 @@ def values_of(declared):
     if declared.choices:
         return ", ".join(declared.choices)
     if declared.unit is not None:
-        return "a size as 64MiB" + (", or 0" if declared.unit == "rate" else "")
+        return "a size" + (" or 0" if declared.unit == "rate" else "")
     if bool in declared.kinds:
         return "yes or no"
     if declared.within is None:
@@ -140,7 +145,7 @@ def values_of(declared):
         return known.get(declared.metavar, "a name")
     low, high = declared.within
     upper = "or more" if high == float("inf") else f"to {high:,}"
-    return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:,} {upper}"
+    return f"{low:,} {upper}"
 
 
 PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page}
