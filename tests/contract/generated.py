@@ -90,7 +90,7 @@ def settings_page():
 
     parts = [
         "# Settings",
-        "Every setting with its range and its default; `make docs` writes this page. Options belong "
+        "Every setting with its range and default; `make docs` writes this page. Options belong "
         "to `moe-edge chat` and the other commands that run a model. `Config.build` in Python and "
         "`--model_args` of [the harness](quality.md) take all settings by name (`--high-tier` is "
         "`high_tier`). Options in italics are shown by `--help-all` only, which also has the full "
