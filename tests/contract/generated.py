@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
+# The default of samplers that are passed to llama.cpp only if they are given.
+UPSTREAM_DEFAULT = "llama.cpp's"
 
 
 def program():
@@ -108,15 +110,25 @@ def settings_page():
 
 
 def settings_table(declared, *common):
-    """A row for each setting. common: groups whose options `--help` shows."""
-    rows = ["| setting | values | default | effect |", "|---|---|---|---|"]
+    """A row for each setting, and one sentence for llama.cpp's samplers.
+
+    common: groups whose options `--help` shows.
+    """
+    declared = list(declared)
+    rows = ["| setting | values (default) | effect |", "|---|---|---|"]
+    samplers = [each for each in declared if default_of(each) == UPSTREAM_DEFAULT]
     for each in declared:
+        if each in samplers:
+            continue
         name = f"`{each.flag if each.option else each.name}`"
         if each.option and each.group not in common:
             name = f"*{name}*"
         effect = in_short(each.help) if each.option else each.help
-        row = f"| {name} | {values_of(each)} | {default_of(each)} | {effect} |"
-        rows.append(row.replace("|  |", "| |"))
+        default = f" ({default_of(each)})" if default_of(each) else ""
+        rows.append(f"| {name} | {values_of(each)}{default} | {effect} |")
+    if samplers:
+        names = ", ".join(f"*`{each.flag}`* ({values_of(each)})" for each in samplers)
+        rows += ["", f"Further samplers, with the meaning and the defaults of llama.cpp: {names}."]
     return "\n".join(rows)
 
 
