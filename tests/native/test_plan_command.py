@@ -150,7 +150,7 @@ def test_other_policies_leave_aside_what_was_asked_for(model):
     assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
-    assert "--policy asks" in alone["why"]
+    assert "chosen by --policy" in alone["why"]
     with Runtime.open(config) as runtime:
         runtime.set(policy="lru")
         assert (runtime.inside.policy.name, runtime.config.given("retention")) == ("lru", 0.5)
