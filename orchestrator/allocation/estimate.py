@@ -34,7 +34,7 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the texts of a loss table use experts.
+    """The usage statistics of a loss table's texts.
 
     surprise: the result of `surprise` for all uses in these texts. low, high: the range of the mean
     surprise per use, over windows of ROUTING_TOKENS tokens of these texts.

@@ -36,13 +36,13 @@ class LookAhead(Settings):
     )
 
     @property
-    def usual_ahead(self) -> int:
+    def default_ahead(self) -> int:
         """The policy's default for n_ahead."""
         return 1
 
     def with_usual(self: L) -> L:
         """Return the settings with n_ahead set to the policy's default if it was None."""
-        return self if self.n_ahead is not None else replace(self, n_ahead=self.usual_ahead)
+        return self if self.n_ahead is not None else replace(self, n_ahead=self.default_ahead)
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
         """Return the settings for a trace that predicts `depth` layers ahead. asked: names of

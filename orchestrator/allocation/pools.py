@@ -42,7 +42,7 @@ def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
     for layer in sorted(range(shape.n_layers), key=lambda each: sum(largest[each].values())):
         sizes = largest[layer]
         last = pools[-1] if pools else None
-        if last is not None and _alike(last.sizes, sizes):
+        if last is not None and _similar_sizes(last.sizes, sizes):
             most = {kind: max(size, last.sizes[kind]) for kind, size in sizes.items()}
             pools[-1] = Pool((*last.layers, layer), most)
         else:
@@ -50,7 +50,7 @@ def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
     return pools
 
 
-def _alike(ours: dict[int, int], theirs: dict[int, int]) -> bool:
+def _similar_sizes(ours: dict[int, int], theirs: dict[int, int]) -> bool:
     return ours.keys() == theirs.keys() and all(
         max(size, theirs[kind]) <= _SAME_SIZE * min(size, theirs[kind])
         for kind, size in ours.items()

@@ -36,7 +36,7 @@ def user_folder(kind: str) -> Path:
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file for atomic writing. It gets its name when the block ends without an error, and is
-    deleted otherwise. Also deletes what a killed writer of the same file left. Raises OSError."""
+    deleted otherwise. Also deletes unfinished files of a killed writer. Raises OSError."""
     remove_abandoned(path)
     with _about(path):
         unfinished = UnfinishedFile(path, mode)
@@ -177,8 +177,8 @@ def user_cache() -> list[CacheFolder]:
 
 
 def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
-    """Delete the named folders, or all of them, and return what they were. Raises ConfigError for
-    an unknown name before anything is deleted, and OSError."""
+    """Delete the named folders, or all of them, and return their descriptions. Raises ConfigError
+    for an unknown name before anything is deleted, and OSError."""
     here = {each.name: each for each in user_cache()}
     chosen = list(here.values()) if ALL in names else []
     for name in names if ALL not in names else ():

@@ -183,8 +183,8 @@ class HotnessKeeper(_Cached):
 
 
 class UsageKeeper(_Cached):
-    """How often tokens used each expert of a model, in earlier runs under any policy and in this
-    one.
+    """The number of tokens that used each expert of a model, in earlier runs under any policy and
+    in this one.
 
     It uses the file format of profiles. Older runs count less: the record of all earlier runs is
     scaled to at most _USED_TOKENS tokens.

@@ -177,14 +177,14 @@ for _name, _place in BENCHMARKS.items():
 def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure quality: perplexity, KL divergence, multiple-choice accuracy.
 
-    The policy decides for each token alone: a whole prompt would reveal later tokens.
+    The policy decides for each token alone, never from later tokens.
     """
     from dataclasses import fields
 
     from gguf_tools.experts import ExpertModel
     from orchestrator.lab.eval import EvalOptions, render
     from orchestrator.lab.eval import evaluate as run
-    from orchestrator.memory.plan import notes_of
+    from orchestrator.plan.planning import notes_of
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:

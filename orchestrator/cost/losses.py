@@ -44,7 +44,7 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
-from orchestrator.memory.plan import MemoryPlan
+from orchestrator.plan.planning import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
 from orchestrator.policy.base import Placement
 
@@ -417,9 +417,7 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
     return found
 
 
-def foreseen(
-    plan: MemoryPlan, uses: np.ndarray, estimate: KlEstimate | None, base: str
-) -> Foreseen:
+def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
     """Predict the quality loss of a plan. uses: how often a token uses each expert, [n_layers,
     n_expert]. estimate: the costs of all tiers of the file, best first, or None.
 
@@ -517,7 +515,7 @@ class LossModel:
         names = [tier.name for tier in self._model.tiers]
         return self.estimate(names), self.unknown(names)
 
-    def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
+    def foreseen(self, plan: Plan, uses: np.ndarray) -> Foreseen:
         """Predict the quality loss of a plan with its policy's current settings. uses: how often a
         token uses each expert, [n_layers, n_expert]."""
         estimate, best = self.of_file[0], self._model.tiers[0].name
@@ -526,7 +524,7 @@ class LossModel:
             estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
         return foreseen(plan, uses, estimate, best)
 
-    def skips(self, plan: MemoryPlan) -> Skips | None:
+    def skips(self, plan: Plan) -> Skips | None:
         """Return the loss budget of a plan's policy; None if it has none. Raises what `needed`
         raises."""
         allowed = plan.placement.spends if plan.placement else None

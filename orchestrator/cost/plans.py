@@ -86,7 +86,7 @@ class Candidate:
         return mine == settings
 
     @property
-    def is_another_ones(self) -> bool:
+    def is_redundant(self) -> bool:
         """Whether it duplicates the baseline under another name, or allows a loss although no
         expert is missing."""
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
@@ -126,7 +126,7 @@ class Frontier:
         """
         shown: list[Candidate] = []
         for each in found:
-            if not each.is_another_ones and not any(map(each.is_like, shown)):
+            if not each.is_redundant and not any(map(each.is_like, shown)):
                 shown.append(each)
         if not any(map(usual.is_like, shown)):
             shown.append(usual)

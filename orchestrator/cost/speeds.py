@@ -37,8 +37,8 @@ from orchestrator.cost.products import (
     Timer,
 )
 from orchestrator.errors import NativeError
-from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.footprint import vocabulary_size
 
 DISTURBED = (
     "Other programs used the processor while its speed was measured, so predictions may be too "
@@ -60,7 +60,7 @@ ROWS = (1, 4, 16, 64, 256)
 # which it multiplies row by row.
 FILE, OWN, UPSTREAM = "file", "cpu", "upstream"
 
-# The second form: timings are what half of the runs took, with keys and values that no cache holds.
+# Version 2: medians of the runs, with keys and values that exceed all caches.
 _FORMAT = "moe-edge speed 2"
 # Maximum repetitions of a timing during which threads waited for a core: per timing, and in total.
 _TRIES, _REPEATS = 3, 30

@@ -133,8 +133,8 @@ class History:
         """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers], or
         None if it is unknown.
 
-        per_use: multiply by the mean squared gate weight of the expert; the result is in nats if
-        calibrate fitted the model.
+        per_use: the loss per use with the expert's usual gate weights, in nats, if calibrate fitted
+        the model; otherwise the same as without it.
         """
         return None
 
@@ -280,7 +280,7 @@ class Policy:
         for each in fields(About):
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
-            raise TypeError(f"{cls.__name__} decides, and about.wants.asked_in is empty")
+            raise TypeError(f"{cls.__name__} defines decide, but about.wants.asked_in is empty")
 
     @classmethod
     def place(

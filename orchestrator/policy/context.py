@@ -126,7 +126,7 @@ class SequenceUse:
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
         use = np.frombuffer(body if written else b"", "<f8")
         if not written or not (np.isfinite(use) & (use >= 0)).all():
-            raise PolicyError("the state of a sequence is damaged, or of another model")
+            raise PolicyError("the state of a sequence is damaged or belongs to another model")
         self._of[sequence] = use.reshape(none.shape).astype(np.float64)
         self._given.add(sequence)
 
@@ -212,14 +212,14 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
     return [True] if asked == HOST or shares_slots else [False, True]
 
 
-def like_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
+def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
     Raises PolicyError if near_bits is less than the smallest tier needs."""
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is less than {near.names[-1]} has: name a lower "
-            f"tier, or ask for {bits[-1]} or more"
+            f"--near-bits {settings.near_bits:g} is too small: {near.names[-1]} has {bits[-1]} "
+            f"bits. Give {bits[-1]} or more, or name a lower tier with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None
@@ -378,7 +378,7 @@ class ContextAware(Policy):
         most = n if asked is None else min(n, asked)
         fewest = 1 if asked is None else most
         for on_host, n_hot in product(places, range(most, fewest - 1, -1)):
-            counts = like_counts(n - n_hot, near, settings)
+            counts = uniform_counts(n - n_hot, near, settings)
             pools = pools_of(shape, near, n_hot, counts, shares_slots, on_host)
             slots = pools.plan()
             if slots.total_bytes <= budget_bytes:

@@ -216,7 +216,10 @@ class Depth(NamedTuple):
 
 @dataclass(frozen=True)
 class DyMoEPlacement(Placement):
-    """room: number of slots of each layer in each tier. depth: number of critical experts."""
+    """A placement with a schedule of critical experts.
+
+    room: the number of slots of each layer in each tier. depth: the number of critical experts.
+    """
 
     room: Sequence[Sequence[int]]
     depth: Depth

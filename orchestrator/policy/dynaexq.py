@@ -201,9 +201,12 @@ def hottest_first(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class DynaExqPlacement(Placement):
-    """pools: slots of all experts; None if not all low copies fit, so that experts are cached.
+    """A placement with n_l high experts per layer.
+
+    pools: slots of all experts; None if not all low copies fit, so that experts are cached.
     capacity: n_l. cached: low slots of each layer while caching. Both are int [n_layers]. hotness:
-    usage in earlier runs."""
+    usage in earlier runs.
+    """
 
     pools: TierPools | None
     capacity: np.ndarray

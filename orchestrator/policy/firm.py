@@ -164,13 +164,13 @@ class Weights(NamedTuple):
 class Climb:
     """Hill climbing by Algorithm 1 for one group, with its gaps filled and its errors corrected.
 
-    It starts with all k candidates and the deepest vote, and decreases P first, where the loss is
-    smooth. At each update it moves one step if the mean loss there is lower, and stays otherwise.
-    Both losses are counted on the same tokens, all since the start. The paper compares successive
-    intervals, whose noise is larger than the difference between neighbours. After `patience`
-    updates without a step the search reverses its direction, and after two reversals it changes the
-    axis, so it explores the plane in both directions. In the paper's form, K or P only grows while
-    the other one falls. A step outside 1 .. k or 1 .. depth is a reversal.
+    It starts with all k candidates and the deepest vote, and decreases P first, because the loss is
+    smooth in P. At each update it moves one step if the mean loss there is lower, and stays
+    otherwise. Both losses are counted on the same tokens, all since the start. The paper compares
+    successive intervals, whose noise is larger than the difference between neighbours. After
+    `patience` updates without a step the search reverses its direction, and after two reversals it
+    changes the axis, so it explores the plane in both directions. In the paper's form, K or P only
+    grows while the other one falls. A step outside 1 .. k or 1 .. depth is a reversal.
 
     seen: the pairs that the search visited or compared; the final step chooses among them.
     """
@@ -446,7 +446,7 @@ class FIRMSettings(LookAhead):
         return self.tune or (ALL if self.votes is None else OFF)
 
     @property
-    def usual_ahead(self) -> int:
+    def default_ahead(self) -> int:
         """The number of voting layers, or the paper's number if it is tuned."""
         return self.deepest or depth_of(self.agree, 3)
 
@@ -483,7 +483,7 @@ _TUNED_FOR = ("agree", "prefetch_kinds", "n_ahead", "waste_weight", "miss_weight
 
 @dataclass(frozen=True)
 class FIRMPlacement(Placement):
-    """room: the number of slots of each layer in each tier."""
+    """A placement in one tier. room: the number of slots of each layer in each tier."""
 
     room: Sequence[Sequence[int]]
 

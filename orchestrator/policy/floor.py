@@ -226,7 +226,7 @@ _CARRIED_TOKENS = 16
 _GAIN = 0.1
 # The first price assumes that this share of a token's experts is missing.
 _FIRST_MISSING = 0.3
-# Resident experts are considered from the price at which this squared gate weight is worth it.
+# Resident experts are skipped only from the price at which this squared gate weight is affordable.
 _LEAST_SQUARE = 1e-3
 
 
@@ -236,9 +236,9 @@ class FloorSettings(LookAhead):
 
     max_loss: float = setting(
         0.01,
-        "Allowed quality loss, estimated; Q4_K loses about 0.01. The mean KL divergence of an "
-        "answer's token probabilities from those of the best precision in use, in nats per token, "
-        "as moe-edge calibrate estimates it. Default with --policy floor: 0.01.",
+        "Allowed quality loss, in nats per token. It is the mean KL divergence of an answer's "
+        "token probabilities from those of the best precision in use, as moe-edge calibrate "
+        "estimates it. Q4_K loses about 0.01. Default with --policy floor: 0.01.",
         metavar="NATS",
         within=(0.0, 100.0),
         live=True,
@@ -278,8 +278,11 @@ class FloorSettings(LookAhead):
 
 @dataclass(frozen=True, kw_only=True)
 class FloorPlacement(Placement):
-    """room: the number of slots of each layer in each tier. estimate: losses of lower tiers; None
-    if unknown. share: the share of max_loss that is spent now."""
+    """A placement with a loss budget.
+
+    room: the number of slots of each layer in each tier. estimate: losses of lower tiers; None if
+    unknown. share: the share of max_loss that is spent now.
+    """
 
     room: Sequence[Sequence[int]]
     estimate: KlEstimate | None
@@ -453,7 +456,7 @@ class Floor(Policy):
             self._behind.ask(event.step, event.layer, lowered, resident, out)
 
     def _begin(self, event: RouteEvent) -> None:
-        """Begin a step at its first layer, and drop what a failed step spent."""
+        """Begin a step at its first layer. Losses charged by a step that failed are dropped."""
         self._step = event.step
         self._missing_before = self._missing
         for account in self._running:

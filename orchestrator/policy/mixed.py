@@ -149,8 +149,10 @@ class _AnyTiers(Precisions):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPlacement(Placement):
-    """tiers: the tier of each expert, uint8 [n_layers, n_expert]. pools: the slots of these
-    experts."""
+    """A placement with a planned tier for every expert.
+
+    tiers: uint8 [n_layers, n_expert]. pools: the slots of these experts.
+    """
 
     pools: TierPools
     tiers: np.ndarray

@@ -29,7 +29,7 @@ LAYERS = (
     ("orchestrator.policy",),
     ("orchestrator.config",),
     ("orchestrator.cache", "orchestrator.native"),
-    ("orchestrator.memory",),
+    ("orchestrator.plan",),
     ("orchestrator.cost",),
     ("orchestrator.runtime",),
     ("orchestrator.chat", "orchestrator.serve", "orchestrator.lab"),

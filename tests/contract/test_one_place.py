@@ -29,7 +29,7 @@ USES = {
     "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
         "orchestrator/runtime/driver.py",
-        "orchestrator/memory/layouts.py",
+        "orchestrator/plan/layouts.py",
         "orchestrator/lab/replay/report.py",
     },
 }
@@ -107,5 +107,5 @@ def test_nobody_knows_an_architecture_by_name():
 
 
 def test_a_policy_that_is_never_asked_does_not_decide():
-    with pytest.raises(TypeError, match="Silent decides, and about"):
+    with pytest.raises(TypeError, match="Silent defines decide, but about"):
         type("Silent", (Policy,), {"about": About("silent"), "decide": lambda *_: None})

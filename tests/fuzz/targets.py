@@ -36,8 +36,8 @@ from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.lab.replay.file import read_trace
 from orchestrator.lab.replay.trace import FORMAT
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory, scratch_bytes
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import plan_memory, scratch_bytes
 
 ACCEPTED = "accepted"
 

@@ -36,9 +36,9 @@ from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.config import Config
 from orchestrator.cost.losses import started
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import MemoryPlan, Refusal, plan, sizes_to_count
-from orchestrator.memory.request import Counted, PlanRequest
+from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.planning import Plan, Refusal, plan, sizes_to_count
+from orchestrator.plan.request import Counted, PlanRequest
 from orchestrator.policy.base import UNKNOWN, History
 
 SAMPLE = Path(__file__).parents[1] / "unit/orchestrator/recorded_plans.jsonl"
@@ -198,7 +198,7 @@ def rows(n: int = ROWS) -> Iterator[dict[str, Any]]:
         }
 
 
-def planned(row: dict[str, Any]) -> MemoryPlan | Refusal:
+def planned(row: dict[str, Any]) -> Plan | Refusal:
     """The plan of a row. Raises ConfigError or PolicyError for settings that do not go together."""
     of, settings = model(row["model"]), dict(row["settings"])
     gpu = row["machine"] != "cpu"
@@ -234,7 +234,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def _asked(plan: MemoryPlan) -> dict[str, Any]:
+def _asked(plan: Plan) -> dict[str, Any]:
     """What a plan's policy wants, asks for and starts with."""
     placement = plan.placement
     if placement is None:

@@ -88,7 +88,7 @@ def ram_for(model, share):
     from gguf_tools.experts import ExpertModel
     from orchestrator.config import Config
     from orchestrator.lab.check.budgets import machine_of
-    from orchestrator.memory.plan import plan_memory
+    from orchestrator.plan.planning import plan_memory
     from orchestrator.serve.bodies import Words
     from orchestrator.serve.served import answering
     from orchestrator.serve.settings import ServeSettings

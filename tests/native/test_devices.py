@@ -7,10 +7,10 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import BLOCK, GGMLType, device_slot_bytes, row_bytes
 from orchestrator.errors import ConfigError
-from orchestrator.memory.machine import runs_flash
 from orchestrator.native import find_device, measure_device
 from orchestrator.native.abi import CBandwidths
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.machine import runs_flash
 from patches.upstream import PATCHES
 
 from .conftest import HERE, run_program

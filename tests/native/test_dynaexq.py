@@ -108,7 +108,7 @@ def test_no_token_waits_while_the_topic_changes():
 
         # a slow disk takes more than two answers
         until(lambda: asked >= 2 and store.stats().experts_promoted, ask)
-        stats, told = store.stats(), runtime.policy_report()
+        stats, told = store.stats(), runtime.stats().policy
         assert 0 <= stats.experts_demoted - stats.experts_promoted <= 4
         assert told["promotions"] <= stats.experts_promoted and told["high_per_layer"] == [5, 5]
         assert list(stats.demand_bytes) == list(stats.prefetch_bytes) == [0, 0]

@@ -152,6 +152,6 @@ def test_a_text_unlike_those_of_the_table_gets_half_of_the_limit(
     with Runtime.open(config, answering=Answering()) as runtime:
         found = answered(runtime, ANSWER[:30], 20, ignore_eos=True)
         assert found["costs"]["limit_halved"] == halved
-        assert runtime.policy_report()["max_loss"] == (0.005 if halved else 0.01)
+        assert runtime.stats().policy["max_loss"] == (0.005 if halved else 0.01)
         runtime.set(max_loss=0.02)
         assert runtime.inside.policy.allowed == (0.01 if halved else 0.02)

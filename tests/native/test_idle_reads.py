@@ -149,7 +149,7 @@ def test_closing_ends_it(one):
 def test_an_answer_is_followed_by_reads_unless_they_are_off(one):
     for reads_ahead in (True, False):
         with opened(one, "lru", Answering(reads_ahead=reads_ahead)) as runtime:
-            answered(runtime, PROMPT, 2)
+            answered(runtime, [5], 1)  # which leaves slots free
             idle_reads = runtime.inside.driver._idle
             if reads_ahead:
                 conftest.until(lambda: idle_reads.brought)  # noqa: B023

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.errors import BudgetError, PolicyError
 from orchestrator.events import Phase
-from orchestrator.memory.footprint import exchange_bytes
+from orchestrator.plan.footprint import exchange_bytes
 
 from . import conftest
 from .conftest import drawn

@@ -18,7 +18,7 @@ from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
-from orchestrator.memory.plan import MemoryPlan
+from orchestrator.plan.planning import Plan
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
@@ -33,7 +33,7 @@ class Takes:
     """A token takes as long as its experts have bytes; absent ones ten times as long, or five
     times where a loss is spent on them."""
 
-    plan: MemoryPlan
+    plan: Plan
     slower: float = 10.0
     residency = SimpleNamespace(hit_rate=1.0)
     read_bytes: float = 0.0
@@ -112,7 +112,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     assert {each["kl"] for each in found["candidates"]} == {None, 0.0}
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     assert run(model, *LITTLE, "--plot", str(tmp_path / "plans.svg")).exit_code == 0
-    assert b"predicted ms a token" in (tmp_path / "plans.svg").read_bytes()
+    assert b"predicted ms per token" in (tmp_path / "plans.svg").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     [
         (("--policy", "lru", "--retention", "0.5"), "no effect with --policy lru"),
         (("--ram", "1MiB"), "too little"),
-        (("--plot", "plans.txt"), "ends in .png or .svg"),
+        (("--plot", "plans.txt"), "must end in .png or .svg"),
     ],
 )
 def test_what_is_refused(model, args, said):
@@ -150,7 +150,7 @@ def test_other_policies_leave_aside_what_was_asked_for(model):
     assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
-    assert "--policy asks" in alone["why"]
+    assert "chosen by --policy" in alone["why"]
     with Runtime.open(config) as runtime:
         runtime.set(policy="lru")
         assert (runtime.inside.policy.name, runtime.config.given("retention")) == ("lru", 0.5)
@@ -213,7 +213,7 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted):
     assert ran[0.05] in ((name, ("q4_k", "q2_k")) for name in ("mixed", "dynaexq"))
     assert ran[1.0] == ("lru", ("q2_k",))
     shown = run(fitted, *LITTLE, "--max-loss", "0.05")
-    assert shown.exit_code == 0 and f"take {ran[0.05][0]} (" in shown.stdout
+    assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
     assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
     told = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]

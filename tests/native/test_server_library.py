@@ -281,6 +281,6 @@ def test_a_request_that_runs_alone_may_change_the_policy():
                 served.settings_for(wrong)
     with serving(policy="plain") as plain:
         served = served_of(plain)
-        with pytest.raises(ConfigError, match="no policy"):
+        with pytest.raises(ConfigError, match="--policy plain has no settings"):
             served.settings_for({"retention": 0.5})
         assert served.settings_for({}) is None

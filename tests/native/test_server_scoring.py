@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
-from orchestrator.memory.footprint import SCORING_BYTES, output_tokens
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.footprint import SCORING_BYTES, output_tokens
+from orchestrator.plan.request import PlanRequest
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import Body

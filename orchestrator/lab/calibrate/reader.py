@@ -26,7 +26,7 @@ from orchestrator.lab.observe import (
     load_within,
     window_bytes,
 )
-from orchestrator.memory.footprint import vocabulary_size
+from orchestrator.plan.footprint import vocabulary_size
 from orchestrator.policy import DEFAULT
 
 # Upper limits for the tokens and the sequences of a step.

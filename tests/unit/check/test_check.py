@@ -16,7 +16,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
-from orchestrator.memory.machine import Machine
+from orchestrator.plan.machine import Machine
 from orchestrator.runtime.runtime import Runtime
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")

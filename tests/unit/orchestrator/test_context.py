@@ -104,8 +104,8 @@ def test_as_many_are_hot_as_fit_the_budget():
     "options, message",
     ({"near_tiers": "q3_k"}, "q3_k is not below q8_0 in the file, which holds q4_k, q2_k"),
     ({"near_tiers": "q8_0"}, "q8_0 is not below"),
-    ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
-    ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
+    ({"near_bits": 1.5}, "--near-bits 1.5 is too small: q2_k has 2 bits"),
+    ({"near_bits": 3.0, "near_tiers": "q4_k"}, "q4_k has 4 bits"),
 )
 def test_what_the_file_lacks_is_said(options, message):
     with pytest.raises(PolicyError, match=message):

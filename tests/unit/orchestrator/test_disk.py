@@ -171,4 +171,4 @@ def test_a_slow_disk_is_named_with_its_speed(
     if kind is None:
         assert said is None
     else:
-        assert said.startswith(f"The model is on {kind}, which reads {speed / 1e6:.0f} MB/s here")
+        assert said.startswith(f"The model is on {kind}, which reads {speed / 1e6:.0f} MB/s.")

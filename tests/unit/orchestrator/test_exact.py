@@ -14,11 +14,11 @@ from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.memory.choice import check_unused
-from orchestrator.memory.layouts import wants_own_layout
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory
-from orchestrator.memory.tiers_for import tiers_for
+from orchestrator.plan.choice import check_unused
+from orchestrator.plan.layouts import wants_own_layout
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.tiers_for import tiers_for
 
 
 def planned(model, **settings):
@@ -87,7 +87,7 @@ def test_types_around_what_there_is_room_for(paths, bits):
         names, why = tiers_for(model, ram_for(paths["f16"], bits))
     widths = [bits_per_weight(each) for each in parse_types(names)]
     assert widths == sorted(widths, reverse=True) and 2 <= len(names) <= MAX_TIERS
-    assert names[0] == "q8_0" and f"room for {bits:.1f}" in why
+    assert names[0] == "q8_0" and f"allow {bits:.1f}" in why
     assert widths[-1] < bits < max(widths)
     assert all(abs(width - bits) < 2.2 for width in widths[1:])
 

@@ -3,8 +3,8 @@
 import psutil
 import pytest
 
-from orchestrator.memory import machine
-from orchestrator.memory.machine import Machine, probe
+from orchestrator.plan import machine
+from orchestrator.plan.machine import Machine, probe
 
 
 def test_headroom():

@@ -9,13 +9,13 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cli.machine import examine, misses_line, render
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
-from orchestrator.memory import machine
-from orchestrator.memory.footprint import model_shape
-from orchestrator.memory.plan import plan as plan_of
-from orchestrator.memory.plan import planned as needed
-from orchestrator.memory.request import PlanRequest
 from orchestrator.native import Bandwidths
 from orchestrator.native.llama import Bindings
+from orchestrator.plan import machine
+from orchestrator.plan.footprint import model_shape
+from orchestrator.plan.planning import plan as plan_of
+from orchestrator.plan.planning import planned as needed
+from orchestrator.plan.request import PlanRequest
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -99,7 +99,7 @@ def test_vram_caps_everything_there(planned, model):
 def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
-    with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
+    with pytest.raises(BudgetError, match="with a GPU: the minimum is") as caught:
         planned(8 << 30, policy="lru", ram=1 * MIB)
     assert planned(8 << 30, policy="lru", ram=caught.value.needed_bytes).host_bytes > 0
     with pytest.raises(BudgetError, match=r"--ram 40 MiB is too small with") as more:

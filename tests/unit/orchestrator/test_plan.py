@@ -15,12 +15,12 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.memory import plan as planning
-from orchestrator.memory.choice import check_unused, without_effect
-from orchestrator.memory.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import plan_memory, scratch_bytes
-from orchestrator.memory.shared import longest_context
+from orchestrator.plan import planning as planning
+from orchestrator.plan.choice import check_unused, without_effect
+from orchestrator.plan.footprint import PROMPT_SHARE, part_bytes
+from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.planning import plan_memory, scratch_bytes
+from orchestrator.plan.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 

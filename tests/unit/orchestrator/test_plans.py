@@ -27,9 +27,9 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan, plan_memory
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import Plan, plan, plan_memory
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
@@ -55,7 +55,7 @@ class Nats:
 class Takes:
     """Absent bytes take ten times as long as present ones."""
 
-    plan: MemoryPlan
+    plan: Plan
     residency = SimpleNamespace(hit_rate=1.0)
 
     @property
@@ -289,7 +289,7 @@ class Skipping(Takes):
 
 @cases(
     "settings, fitted, measured, says",
-    ({}, True, True, "With --max-loss 0.01 it would answer about 2.0 times as fast"),
+    ({}, True, True, "--max-loss 0.01 would be about 2.0x as fast"),
     ({}, False, True, None),
     ({}, True, False, None),
     ({"policy": "lru"}, True, True, None),

@@ -15,9 +15,9 @@ import orchestrator
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import Refusal, plan, planned
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import Refusal, plan, planned
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
 from orchestrator.runtime.load import Loader
@@ -65,7 +65,7 @@ def test_no_exception_steers_the_planning():
     """A refusal is a value, which front ends turn into their error. `pack --for-ram` does so
     itself."""
     places = []
-    for room in ("memory", "allocation", "policy", "cost"):
+    for room in ("plan", "allocation", "policy", "cost"):
         for path in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = []
@@ -77,7 +77,7 @@ def test_no_exception_steers_the_planning():
                     names = node.args
                 if any("BudgetError" in ast.dump(each) for each in names if each):
                     places.append(f"{room}/{path.name}")
-    assert places == ["memory/tiers_for.py"]
+    assert places == ["plan/tiers_for.py"]
 
 
 @pytest.mark.parametrize("name", POLICIES)

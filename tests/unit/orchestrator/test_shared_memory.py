@@ -12,11 +12,11 @@ from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
-from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.plan import Refusal, plan, plan_memory, sizes_to_count
-from orchestrator.memory.request import Counted, PlanRequest
-from orchestrator.memory.shared import CELL_STEP, SharedMemory, longest_context
+from orchestrator.plan.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
+from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.planning import Refusal, plan, plan_memory, sizes_to_count
+from orchestrator.plan.request import Counted, PlanRequest
+from orchestrator.plan.shared import CELL_STEP, SharedMemory, longest_context
 from orchestrator.policy.base import place
 
 MIB = 2**20

@@ -27,8 +27,8 @@ from orchestrator.cost.time import (
     with_skips,
 )
 from orchestrator.events import SKIP
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import plan_memory
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import plan_memory
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2

@@ -11,7 +11,7 @@ from gguf_tools.file.layout import DOWN
 from orchestrator.events import Phase
 from orchestrator.lab.replay.figures import belady, fewest_misses
 from orchestrator.lab.replay.simulate import Compute, Transport, simulate
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 

@@ -142,7 +142,7 @@ class FakeServed:
         self.notes.append(sentence)
 
     def stats(self):
-        return Stats("managed", device_bytes=3)
+        return Stats("managed", device_bytes=3, policy={})
 
     def settings_for(self, changes):
         if "bad" in changes:

@@ -21,7 +21,6 @@ from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.runtime import answering as module
 from orchestrator.runtime import runtime as runtime_module
 from orchestrator.serve.run import (
     LEAST_CONNECTIONS,
@@ -31,7 +30,6 @@ from orchestrator.serve.run import (
     most_connections,
 )
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import Stopped
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -46,62 +44,39 @@ def status_of(url):
     return refused.value.code, json.load(refused.value)["error"]["message"]
 
 
-def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
-    """Who started it waits for a status, and a compiler may take minutes."""
-    compiling, is_stopped = threading.Event(), threading.Event()
-
-    def compile_it(_bindings, is_stopping):
-        compiling.set()
-        while not is_stopping():
-            is_stopped.wait(0.01)
-        is_stopped.set()
-        raise Stopped
-
-    monkeypatch.setattr(runtime_module, "server_library", compile_it)
-    running = made()
+def test_health_is_503_while_the_model_is_loading(library, monkeypatch):
+    """A client polls /health until the model is ready, and loading may take minutes."""
+    running, loading, answered = made(), threading.Event(), threading.Event()
     said = []
+
+    def held(*_):
+        loading.set()
+        assert answered.wait(HANG_S)
+        raise NativeError("the library is missing")
 
     def ask():
         try:
-            assert compiling.wait(HANG_S)
+            assert loading.wait(HANG_S)
             said.append(status_of(running.url))
         finally:
-            running.stop()
+            answered.set()
 
+    monkeypatch.setattr(runtime_module, "server_library", held)
     asking = threading.Thread(target=ask)
     asking.start()
-    assert running.run()
+    with pytest.raises(NativeError, match="the library is missing"):
+        running.run()
     asking.join()
-    assert said == [(503, "the model is loading")] and is_stopped.is_set()
+    assert said == [(503, "the model is loading")]
 
 
-def test_a_server_that_cannot_be_compiled_says_why(library, monkeypatch):
+def test_a_missing_server_core_is_reported(library, monkeypatch):
     def fail(*_):
-        raise NativeError("no compiler")
+        raise NativeError("the library is missing")
 
     monkeypatch.setattr(runtime_module, "server_library", fail)
-    with pytest.raises(NativeError, match="no compiler"):
+    with pytest.raises(NativeError, match="the library is missing"):
         made().run()
-
-
-def test_a_stop_ends_the_compilers(library, monkeypatch, tmp_path):
-    from orchestrator.native.llama import Bindings
-
-    tool = tmp_path / "tool.py"
-    begun, ended = tmp_path / "begun", tmp_path / "ended"
-    tool.write_text(
-        "import pathlib, signal, sys, time\n"
-        "def end(*_):\n"
-        f"    pathlib.Path({str(ended)!r}).touch()\n"
-        "    sys.exit()\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        f"pathlib.Path({str(begun)!r}).touch()\n"
-        f"time.sleep({HANG_S})\n"
-    )
-    monkeypatch.setattr(module, "TOOL", tool)
-    with pytest.raises(Stopped):
-        module.server_library(Bindings.load(), begun.exists)
-    assert ended.exists()
 
 
 class Stuck:

@@ -104,11 +104,11 @@ NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string"
     ({"max_tokens": 1}, "temperature"),
     ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
     ({"stream": True}, "stream"),
-    ({"n": 2}, "n out"),
-    ({"n_cmpl": 3}, "n_cmpl out"),
-    ({"n_predict": 50}, "n_predict out"),
-    ({"n_predict": -1}, "n_predict out"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens out"),
+    ({"n": 2}, "leave out n"),
+    ({"n_cmpl": 3}, "leave out n_cmpl"),
+    ({"n_predict": 50}, "leave out n_predict"),
+    ({"n_predict": -1}, "leave out n_predict"),
+    ({"max_completion_tokens": 0}, "leave out max_completion_tokens"),
     ({"stop": ["a"]}, "stop"),
     ({"logit_bias": {"1": 1}}, "logit_bias"),
     ({"echo": "yes"}, "echo must be"),
@@ -197,7 +197,8 @@ def test_what_is_scored_is_what_the_plan_has():
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     served = ScoringServed()
     served.most_scored = 3
-    assert_refused(app_for(served), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
+    asked = ASK | {"prompt": ["ab", "cd"]}
+    assert_refused(app_for(served), PATH, asked, "the limit with echo is 3")
 
 
 @cases(

@@ -19,7 +19,7 @@ from orchestrator.lab.bench.cases import (
     paper_rows,
 )
 from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 

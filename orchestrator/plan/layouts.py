@@ -9,9 +9,9 @@ from dataclasses import replace
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
-from orchestrator.memory.machine import AUTO
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Library, ProductTime, Slices, StoreSpec
+from orchestrator.plan.machine import AUTO
+from orchestrator.plan.planning import Plan
 
 # Returns the time of a product of experts from their type and shape.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
@@ -22,7 +22,7 @@ TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 RESIDENT_SHARE = 0.99
 
 
-def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
+def wants_own_layout(config: Config, plan: Plan) -> bool:
     """Whether the CPU's own layout is requested, or is faster with this plan's resident experts."""
     if config.layout != "auto":
         return config.layout == "cpu"
@@ -36,7 +36,7 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
 
 
 def with_layouts(
-    spec: StoreSpec, config: Config, model: ExpertModel, plan: MemoryPlan, library: Library
+    spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
     """Return the store spec with slots in the CPU's own layout, for matrices that have one, if the
     plan wants it. Experts on a device keep the layout of the file."""

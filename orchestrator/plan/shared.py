@@ -83,8 +83,7 @@ class SharedMemory:
         return [smallest, *(n for n in fits if n != smallest)]
 
     def micro_batch(self, n_cells: int, n_tokens: int, again: float = 1.0, width: int = 0) -> int:
-        """Return how many of n_tokens after n_cells to compute at once, so that the fewest bytes are
-        read from disk.
+        """Return how many of n_tokens after n_cells to compute at once, to read the fewest bytes.
 
         A micro-batch of hundreds of tokens uses nearly every expert, so each one reads all
         experts without a slot. Its scratch takes memory from slots. The evicted experts are read

@@ -132,7 +132,7 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:
             raise ConfigError(
-                "the plain path runs the best tier of the file and no expert slots: leave out "
+                "--policy plain computes the best tier of the file without expert slots: leave out "
                 "--high-tier and --expert-ram, or choose another policy"
             )
         return True
