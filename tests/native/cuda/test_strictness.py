@@ -1,4 +1,4 @@
-"""What the emulated GPU does not let pass: each is done on purpose."""
+"""Errors that the emulated GPU must detect. Each is made on purpose."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from .conftest import HERE
 from .emulation.build import ALIGNED, find_compiler
 
-# What is said of each act before the process ends; "": the act looks itself for what fails later.
+# Message of each error before the process ends. "": the program itself checks the later effect.
 SAID = {
     "host-reads-device": "the host touched",
     "kernel-gets-pageable": "neither the device's memory nor pinned",
@@ -68,13 +68,13 @@ def has_protection_keys():
     return " ospke" in Path("/proc/cpuinfo").read_text()
 
 
-def test_every_act_is_here(program):
+def test_every_error_is_listed(program):
     done = subprocess.run([program, "list"], check=True, capture_output=True, text=True)
     assert sorted(done.stdout.split()) == sorted(SAID)
 
 
 @pytest.mark.parametrize("act", SAID)
-def test_it_does_not_pass(program, act):
+def test_the_error_is_detected(program, act):
     if act == "host-reads-device" and not has_protection_keys():
         pytest.skip("this processor has no protection keys")
     environment = os.environ | {"MOE_EMU_DEVICES": "2"}
