@@ -45,7 +45,7 @@ def shows(text, flag):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_fits_a_screen(name):
+def test_help_fits_a_screen(name):
     """40 lines of 80 columns. At 40 columns no word is split and no line is longer."""
     wide = help_of(name).splitlines()
     assert len(wide) <= 40 and max(map(len, wide)) <= 80

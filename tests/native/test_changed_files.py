@@ -71,7 +71,7 @@ def test_every_call_fails_after_a_write(path, how, call):
                 call(runtime)
 
 
-def test_in_the_middle_of_an_answer(path):
+def test_a_write_during_an_answer(path):
     with opened(path, "managed", answering=Answering()) as runtime:
         inside, calls = runtime.inside, count()
 
@@ -89,7 +89,7 @@ def test_in_the_middle_of_an_answer(path):
         assert next(calls) > 40
 
 
-def test_while_it_loads(path):
+def test_a_write_during_the_load(path):
     def progress(what, _share):
         if what.startswith("Loading"):
             overwrite(path)

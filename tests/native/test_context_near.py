@@ -105,7 +105,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
         {"placement": "async", "near_slots": "own", "exact_tiers": True},
     ],
 )
-def test_moves_read_what_changed_and_nothing_waits(five, options):
+def test_placements_read_only_changed_experts(five, options):
     """A new placement reads at most 10 % more than the changed experts need, and no token waits.
 
     With placement "wait", all transitions are complete before the first token of an answer.
@@ -148,7 +148,7 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
 
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
-def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
+def test_a_replay_knows_sequences_and_restored_tokens(five, tmp_path, placement):
     """A replay knows sequences and restored prefixes:
 
     its usage sums equal those of the run within 1e-6.

@@ -40,7 +40,7 @@ RUNS = {
 }
 
 
-def test_the_checksum_is_zlibs(library):
+def test_checksums_equal_zlibs(library):
     data = np.random.default_rng(1).integers(0, 256, 5000, np.uint8)
     for start, n in ((0, 0), (0, 1), (3, 15), (1, 64), (7, 63), (5, 128), (2, 4000), (0, 5000)):
         piece = data[start : start + n]
@@ -166,7 +166,7 @@ def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["lru", "plain"])
-def test_a_damaged_tensor_that_is_no_expert_is_an_error(sound, tmp_path, how):
+def test_a_damaged_dense_tensor_is_an_error(sound, tmp_path, how):
     path = tmp_path / "damaged.gguf"
     path.write_bytes(sound.read_bytes())
     with GGUFFile.open(sound) as file:

@@ -120,7 +120,7 @@ def test_no_token_waits_while_the_topic_changes():
         store.check()
 
 
-def test_counts_are_what_was_routed(both):
+def test_counts_equal_the_routed_experts(both):
     """A step's counts equal the routed experts of a prompt, one token, and three sequences."""
     with opened(both, update_steps=0, sequences=3) as runtime, runtime.evaluator() as e:
         policy = e.inside.policy
@@ -183,7 +183,7 @@ def test_conflicting_settings_are_refused(one, both, tmp_path):
         (1.2, "q8_0", "q8_0/q4_k"),
     ],
 )
-def test_the_pair_is_the_best_that_fits(three, budget_share, high, pair):
+def test_the_best_pair_of_tiers_that_fits_is_used(three, budget_share, high, pair):
     """The low tier is the best one in which all experts fit.
 
     The high tier is the next better one, or the named one.

@@ -38,9 +38,10 @@ def test_mixed_tiers_against_references(compile_native, tmp_path):
     assert "own layout" in output
 
 
-def test_host_threads_multiply_rows_as_each_alone(compile_native):
+def test_products_by_host_threads_equal_single_rows(compile_native):
     sources = [HERE / "workers_test.cpp", NATIVE / "moe-edge-workers.cpp"]
-    assert "equal except for rounding" in run_program(compile_native("workers_test", sources, "-std=c++17"))
+    program = compile_native("workers_test", sources, "-std=c++17")
+    assert "equal except for rounding" in run_program(program)
 
 
 @pytest.mark.parametrize(

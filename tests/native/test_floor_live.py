@@ -112,7 +112,7 @@ def test_the_reported_loss_and_its_replay(low, both, tmp_path):
     assert other["runs"]["floor"]["kl_estimate"] == 0
 
 
-def test_it_is_judged_in_virtual_time(both, tmp_path):
+def test_evaluation_in_virtual_time(both, tmp_path):
     """Results depend on the simulated disk only, not on the real memory and disk."""
     table, text = tmp_path / "t.json", tmp_path / "t.txt"
     save_table(table, both)

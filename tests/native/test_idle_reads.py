@@ -70,7 +70,7 @@ def test_answers_are_the_same(policy, device, one):
             Recorder(e.inside)
 
 
-def test_what_was_used_most_is_in_memory_afterwards(policy, one):
+def test_the_most_used_experts_are_resident_afterwards(policy, one):
     with opened(one, policy, Answering(reads_ahead=False), remember=True) as runtime:
         answered(runtime, PROMPT, 16)
         used = runtime.inside.driver.used()

@@ -64,7 +64,7 @@ def test_a_window_sums_the_attention_of_its_queries(shape, window, tiny_model):
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
-def test_keys_in_8_bits_give_nearly_the_same(shape, tiny_model):
+def test_importance_with_an_8_bit_kv_cache(shape, tiny_model):
     model = tiny_model(shape, "q4_k")
     asked = {"importance": "window", "importance_window": 8, "logits_all": True}
     usual, found = scores(model, [TOKENS], **asked), scores(model, [TOKENS], kv="q8_0", **asked)

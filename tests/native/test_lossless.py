@@ -104,7 +104,7 @@ def test_one_tier_of_a_packed_file_equals_the_exported_file(tier, options, three
     np.testing.assert_array_equal(found, run(tiny_model("qwen3moe", tier), 40))
 
 
-def test_tiers_on_a_device_are_those_in_memory(both):
+def test_tiers_on_a_device_equal_those_in_host_memory(both):
     """A low request without a high copy computes the low tier, on a device as in host memory."""
     options = {**TWO, "exact_tiers": True, "retention": 0.5, "n_ahead": 0}
     options["expert_ram"] = 2 * smallest_budget(both, device=DEVICE, **ALL)

@@ -50,7 +50,7 @@ def counters(stats):
         ("qwen3moe", 0.8, {**TWO, "retention": 0.5, "exact_tiers": True}),
     ],
 )
-def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path):
+def test_a_replay_on_demand_agrees_exactly(shape, share, options, tiny_model, tmp_path):
     """A replay on demand agrees exactly in hits, bytes, tiers, promotions and evictions.
 
     This holds for every simulated disk. The recorder changes no logit and no counter.

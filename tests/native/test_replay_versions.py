@@ -74,7 +74,7 @@ def test_a_replay_learns_the_same_hotness(both, tmp_path, options, warm):
         np.testing.assert_array_equal(found, learned)
 
 
-def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
+def test_measuring_the_dense_share_does_not_affect_the_policy(both, tmp_path):
     """The skipped steps after a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
     with (

@@ -39,7 +39,7 @@ def rows(e):
     return np.concatenate([e.eval(OTHER, 0), e.eval([7], len(OTHER))])
 
 
-def test_evaluations_between_answers_change_neither(config):
+def test_evaluations_between_answers_change_no_result(config):
     """Sequences are empty before and after an evaluation, and answers stay the same."""
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         expected_rows = rows(e)
@@ -78,7 +78,7 @@ def test_an_answer_waits_for_the_end_of_an_evaluation(config):
             assert said["tokens"] == alone
 
 
-def test_an_answer_that_waits_can_be_given_up(config):
+def test_a_waiting_answer_can_be_cancelled(config):
     """A waiting answer can be cancelled while the evaluation continues."""
     with opened(config) as runtime:
         with runtime.evaluator() as e:
@@ -106,7 +106,7 @@ def test_an_evaluation_waits_for_the_end_of_an_answer(config):
             assert "".join(each["content"] for each in said) == alone
 
 
-def test_only_one_evaluates(config):
+def test_a_second_evaluation_waits(config):
     """A second evaluation waits for the first, on every thread."""
     with opened(config) as runtime:
         inside, seen = threading.Event(), []

@@ -56,7 +56,7 @@ def test_equal_prompts_in_one_batch_give_equal_tokens(both, settings, n):
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU, DYMOE], ids=("dynaexq", "lru", "dymoe"))
-def test_different_sequences_keep_apart(both, settings):
+def test_different_sequences_give_the_same_tokens_as_alone(both, settings):
     """Sequences of different lengths, one of which starts later, give the same tokens as alone.
 
     Each expert has one precision here. A batch sums in another order, so equally likely tokens

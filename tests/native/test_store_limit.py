@@ -66,7 +66,7 @@ def kept(store):
         pytest.param(8, 1000, 8, EXPERTS, id="more than planned"),
     ],
 )
-def test_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path):
+def test_limits_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path):
     """The kept experts are still valid. After the limit is raised, the new slots are empty."""
     driver = make(library, tmp_path, simulated, n_warm)
     with driver.store as store:

@@ -43,7 +43,7 @@ def uniform(model):
         (THREE, "q4_k", "q2_k"),
     ],
 )
-def test_any_pair(tiers, high, low, packed):
+def test_pairs_of_tiers(tiers, high, low, packed):
     """A pair of tiers from a packed file gives the same logits as two ordinary files.
 
     Each expert is computed in the decided tier. Neither tier alone gives these logits.

@@ -37,19 +37,19 @@ def run(e):
 def test_counts_and_logits_equal_those_with_the_hook(shape, layout, tiny_model):
     settings = {"ubatch": 32, "threads": 2, "policy": "lru", "force_managed": True}
     found = []
-    for is_watched in (True, False):
+    for has_hook in (True, False):
         with (
             opened(tiny_model(shape, "q4_k"), layout=layout, **settings) as runtime,
             runtime.evaluator() as e,
         ):
-            if is_watched:
+            if has_hook:
                 driver = e.inside.loaded.driver
                 driver.set_route(driver.on_route_unasked)  # as a recorder does
             found.append(run(e))
-            assert (sum(e.inside.store.stats().callbacks) > 0) == is_watched
+            assert (sum(e.inside.store.stats().callbacks) > 0) == has_hook
             assert (e.inside.store.resident() != ABSENT).all()
-    (watched, expected, by_hook), (unwatched, stats, by_executor) = found
-    np.testing.assert_array_equal(unwatched, watched)
+    (with_hook, expected, by_hook), (without, stats, by_executor) = found
+    np.testing.assert_array_equal(without, with_hook)
     np.testing.assert_array_equal(by_executor, by_hook)
     assert stats == expected
     assert stats["requests"] == stats["hits"] and min(stats["requests"]) > 0
