@@ -160,10 +160,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"no GPU: {why}"))
 
 
-"""Print the reasons for which tests were skipped, or run in addition."""
-
-
 def pytest_terminal_summary(terminalreporter, config):
+    """Print the reasons for which tests were skipped, or run in addition."""
     if "rest" in config.option.markexpr:
         left = config.option.markexpr == "not rest"
         terminalreporter.section("left to `make test-all`" if left else "beyond `make test`")
