@@ -1,6 +1,6 @@
-"""What is generated in the documents; `make docs` writes it, and a test says when it is stale.
+"""Generated parts of the documents. `make docs` writes them, and a test fails if one is stale.
 
-PAGES are whole files. BLOCKS stand in a document between two marks:
+PAGES are whole files. BLOCKS are parts of a document between two marks:
 
     <!-- generated: NAME -->
     (the block)
@@ -32,14 +32,14 @@ def program():
 
 
 def commands_of(group):
-    """The commands of a group, which imports them late."""
+    """Return the commands of a group, which imports them lazily."""
     ctx = click.Context(group)
     found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
     return {name: command for name, command in found.items() if command is not None}
 
 
 def layers_block():
-    """The layers of the tests, the highest one first: a line each."""
+    """Return one line for each layer, the highest first."""
     lines = []
     for names in reversed(LAYERS):
         packages: dict[str, list[str]] = {}
@@ -52,7 +52,7 @@ def layers_block():
 
 
 def architectures_block():
-    """Those that tests prove, by whether there is look-ahead, and why not."""
+    """Return the tested architectures, grouped by the reason why look-ahead is missing."""
     from gguf_tools.experts import PROVEN
 
     groups: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ def architectures_block():
 
 
 def policies_block():
-    """What each policy does, in its own words."""
+    """Return a table of the policies and their summaries."""
     from orchestrator.policy import PLAIN, POLICIES
 
     rows = [
@@ -83,7 +83,7 @@ def policies_block():
 
 
 def settings_page():
-    """Every setting, by the record that declares it."""
+    """Return the page of all settings, grouped by the record that declares them."""
     from orchestrator.cli.options import of_policies
     from orchestrator.config import Config
     from orchestrator.policy import owners, policy_settings
@@ -145,7 +145,7 @@ def default_of(declared):
 
 
 def values_of(declared):
-    """What a setting may be."""
+    """Return the allowed values of a setting as text."""
     if declared.choices:
         return ", ".join(declared.choices)
     if declared.unit is not None:
@@ -177,7 +177,7 @@ def documents():
 
 
 def renewed(name):
-    """The text of a document, with what is generated in it as it should be."""
+    """Return the text of a document with its generated parts renewed."""
     if name in PAGES:
         return PAGES[name]()
     text = (REPO / name).read_text()
