@@ -1,4 +1,4 @@
-"""Settings are strict where they come in, and a record is checked by what its fields declare."""
+"""Settings are checked when a record is built, by the ranges and choices that its fields declare."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a machine has: free memory and the limits around this process."""
+"""Free memory and the memory limits (cgroups) of this process."""
 
 import psutil
 import pytest

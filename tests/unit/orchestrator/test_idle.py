@@ -1,4 +1,4 @@
-"""What is read while nothing is asked for: in which order, and how soon it stops."""
+"""Reads while idle: their order, and when they stop."""
 
 import json
 import threading
@@ -17,11 +17,11 @@ from orchestrator.policy import POLICIES
 from orchestrator.runtime.idle import Idle, likely
 
 WANTED = [(0, expert, 0) for expert in range(50)]
-SECONDS = 600  # until a test gives up on a thread
+SECONDS = 600  # timeout for a thread, after which the test fails
 
 
 class SlowStore:
-    """Reads an expert when the test lets it, or gives up waiting for it when it is cancelled."""
+    """A store whose reads wait for the test's permission, and end without data if cancelled."""
 
     def __init__(self, fails_at=-1):
         self.read: list[tuple[int, int, int]] = []
@@ -54,11 +54,11 @@ def test_who_asks_waits_for_no_read():
         assert store.begun.acquire(timeout=SECONDS)
         if len(store.read) < 2:
             store.go.release()
-    idle.stop()  # while the third one is being read
+    idle.stop()  # while the third expert is being read
     assert store.read == WANTED[:2] and not store.cancelled
     idle.stop()
     assert not store.begun.acquire(blocking=False)
-    assert idle.brought == 1  # the second one found no slot
+    assert idle.brought == 1  # the second one found no free slot
 
 
 def test_it_ends_at_the_first_that_cannot_be_read():
@@ -126,9 +126,9 @@ def test_use_is_kept_under_every_policy(model):
     first = keeper(model, policy="lru")
     assert first.recall() is None
     first.learn(counts(model, 10))
-    first.learn(counts(model, 2))  # another policy, in the same run
+    first.learn(counts(model, 2))  # under another policy, in the same run
     first.save()
-    first.save()  # nothing was learned since
+    first.save()  # nothing was learned after the first save
     again = keeper(model, policy="dymoe")
     np.testing.assert_allclose(again.recall(), counts(model, 12))
     again.learn(counts(model, 1))
@@ -136,7 +136,8 @@ def test_use_is_kept_under_every_policy(model):
     np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
     forgets = keeper(model, remember=False)
     forgets.learn(counts(model, 1))
-    np.testing.assert_allclose(forgets.recall(), counts(model, 1))  # until the run ends
+    # kept in memory until the run ends
+    np.testing.assert_allclose(forgets.recall(), counts(model, 1))
     forgets.save()
     np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
     assert keeper(model, remember=False).recall() is None
@@ -144,7 +145,7 @@ def test_use_is_kept_under_every_policy(model):
 
 @pytest.mark.parametrize("older", [{"outputs": {"tokens": [[1]]}, "probed": None}, {"errors": 7}])
 def test_profiles_of_older_versions_keep_their_usage(model, older):
-    """Their other fields are dropped without a word, whatever they hold."""
+    """Fields of older versions are dropped without a note, whatever they hold."""
     first, path = keeper(model), cached_path(model, "usage")
     first.learn(counts(model, 10))
     first.save()

@@ -1,4 +1,5 @@
-"""What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
+"""Predicted quality loss of lower precisions, in nats: from a loss table, from expert usage, and
+from the decisions of a running model."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -57,8 +58,8 @@ def test_a_resident_plan_costs_its_hotness_times_the_losses():
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_meter_takes_what_is_computed(exact):
-    """A better copy in memory is used, unless each expert has to be in its own tier. A step that
-    failed leaves nothing."""
+    """The meter counts the tier that is computed: a better resident copy if there is one, but with
+    `exact` the requested tier. A failed step adds nothing."""
     meter = LossMeter(ESTIMATE, exact)
     resident = np.full(SIZE, ABSENT, np.uint8)
     resident[:, :4] = 0
@@ -113,8 +114,11 @@ FIT = Fit((0.5, 1.0, 2.0), ("q8_0", "q4_k", "q2_k", "skip"), "12 tokens", 1.25)
 
 
 def test_distances_are_from_the_base():
-    """q4_k and q2_k are 1 and 2 from the reference, and 3 from each other; a skipped expert is as
-    far from q4_k's output as that is long. An expert without a token is like its layer."""
+    """Mean squared distances between tiers, relative to the base tier.
+
+    q4_k and q2_k are 1 and 2 from the reference, so 3 from each other. Skipping costs the power of
+    the output. An expert without a token gets the mean of its layer.
+    """
     found = table(FIT).estimate(["q4_k", "q2_k"])
     assert found is not None and found.base == "q4_k"
     factors = np.array(FIT.factors)[:, None, None]
@@ -126,7 +130,7 @@ def test_distances_are_from_the_base():
 
 
 def test_each_tier_has_its_own_scale():
-    """One that was not fitted has that of the tier nearest in bits."""
+    """A tier without a fitted scale gets that of the tier nearest in bits."""
     scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
     costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
     plain = table(scaled._replace(scales=())).costs(["q8_0", "q4_k", "q2_k"])
@@ -135,7 +139,7 @@ def test_each_tier_has_its_own_scale():
 
 
 def keeper(folder, monkeypatch, found):
-    """Of a model in a folder, with this table beside it."""
+    """The loss model of a file in this folder. found: its loss table, or None."""
     path = folder / "m.gguf"
     if found is not None:
         losses.default_path(path).touch()
@@ -165,12 +169,12 @@ def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkey
 def test_it_says_how_long_the_table_takes(n_bytes, said, tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, None)
     with open(tmp_path / "m.gguf", "r+b") as file:
-        file.truncate(n_bytes)  # a sparse file
+        file.truncate(n_bytes)  # sparse file
     assert f"(about {said} once)" in known.unknown(["q4_k"])
 
 
 def uneven_table():
-    """Two layers of three experts; one of them saw no token."""
+    """Two layers with three experts. One expert saw no token."""
     loss = np.array(
         [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
     )
@@ -183,7 +187,8 @@ def uneven_table():
 
 
 def test_factor_and_gates_weigh_the_losses():
-    """An expert without a token has the means of its layer."""
+    """Loss per use = layer factor * mean squared gate weight * loss. An expert without a token gets
+    the means of its layer."""
     nats = uneven_table().per_use(("q8_0", "q2_k"))
     assert nats is not None and (nats[..., 0] == 0).all()
     gate, lost = (0.5 + 3 * 0.25) / 4, (1 + 3 * 2) / 4
@@ -199,7 +204,8 @@ def test_without_a_fit_they_are_the_losses():
 
 
 def test_estimates_are_those_of_sensitive_texts():
-    """Nine tenths of the windows lose less, and `spread` says how much less a tenth loses."""
+    """Estimates are scaled to the upper end of `spread`: nine tenths of the texts lose less. The
+    result's `spread` is the ratio of lower to upper end."""
     wide = FIT._replace(spread=(0.5, 2.0), routing=(-0.1, 0.4))
     found, usual = (table(each).estimate(["q4_k", "q2_k"]) for each in (wide, FIT))
     np.testing.assert_allclose(found.nats, 2 * usual.nats)
@@ -214,8 +220,10 @@ def test_surprise_is_zero_in_the_mean_of_a_layer():
     assert ((counts + 1) * found).sum(axis=1) == pytest.approx([0.0, 0.0], abs=1e-9)
     routing = Routing(found, -0.1, 0.2)
     assert routing.holds(counts) and routing.holds(0 * counts)
-    assert not routing.holds(np.eye(4)[[3, 0]] * 256)  # an expert that the texts never used
-    assert not routing.holds(np.array([[256, 0, 0, 0], [0, 0, 0, 0]]))  # their usual one alone
+    # uses an expert that the calibration texts never used
+    assert not routing.holds(np.eye(4)[[3, 0]] * 256)
+    # uses only the most common expert
+    assert not routing.holds(np.array([[256, 0, 0, 0], [0, 0, 0, 0]]))
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -1,4 +1,4 @@
-"""What `moe-edge plan` finds of this machine, and what it says of a GPU."""
+"""`moe-edge plan`: what it measures on this machine, and what it reports about a GPU."""
 
 import json
 from dataclasses import asdict, replace
@@ -64,7 +64,7 @@ def test_the_quickest_way_of_a_miss_is_named():
 
 @pytest.fixture
 def planned(model):
-    """Plans for a card of a GiB, unless it is larger. more: bytes that are taken besides."""
+    """Function that plans for a GPU of 1 GiB by default. more: scratch bytes beyond the estimate."""
     with ExpertModel.open(model) as opened:
 
         def plan(card=1 << 30, more=0, **settings):
@@ -86,7 +86,7 @@ def test_vram_caps_everything_there(planned, model):
     plan = planned(vram=vram, **lru)
     assert plan.device is not None
     assert plan.total_bytes <= plan.cap_bytes == vram
-    # what llama.cpp was seen to take beyond the estimate comes off the slots
+    # Memory that llama.cpp took beyond the estimate reduces the slots.
     less = planned(vram=vram, more=8 * one_expert, **lru)
     assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
     assert less.total_bytes <= vram
@@ -119,6 +119,7 @@ def test_a_device_that_is_not_here(model):
 
 
 def test_more_than_there_is_is_warned_of():
-    """The plan takes what is there; llama.cpp, too, runs with what it gets."""
+    """Warns if --ram is more than the machine's memory. The plan uses the memory that the machine
+    has."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
         assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned

@@ -1,5 +1,5 @@
-"""What Python shares with C: the mirror of moe-edge.h as a C compiler reads it, a store that
-fails, and views of native memory."""
+"""The native interface: ctypes mirrors of moe-edge.h compared with a C compiler, errors of a store,
+and views of native memory."""
 
 import ctypes
 import dataclasses
@@ -90,7 +90,7 @@ def test_exception_in_progress_stops_the_warming(e):
 
     with pytest.raises(KeyboardInterrupt):
         e.inside.store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
-    assert e.inside.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
+    assert e.inside.store.warm([(0, 3, 0)]) == 1  # the store is no longer cancelled
 
 
 def test_closed_store_says_so(runtime):
@@ -130,7 +130,7 @@ CONSTANTS = {f"MOE_EDGE_{name}": value for name, value in CONSTANTS.items()}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Sizes, offsets and constants by C expression."""
+    """Values of sizes, offsets and constants, by C expression."""
     wanted = [f"sizeof(struct {name})" for name in STRUCTS]
     for name, mirror in STRUCTS.items():
         wanted += [f"offsetof(struct {name}, {field[0]})" for field in mirror._fields_]

@@ -1,4 +1,4 @@
-"""The memory plan: which path, which tiers, which slots, and what it refuses."""
+"""The memory plan: llama.cpp's own path or a store, tiers, slots, and refusals."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny = synthetic.preset("tiny-qwen3moe")
-    # The context of a large model, and experts many times as large as its cache for 4096 tokens.
+    # The context of a large model, and experts much larger than the KV cache of 4,096 tokens.
     long = replace(tiny, context=65536, n_expert=128, n_head_kv=1, head_dim=32)
     files = {
         "one": (tiny, ("q4_k",)),
@@ -58,7 +58,7 @@ def plan_for(model, machine=ROOMY, **settings):
 
 
 def tight(model, slots, **settings):
-    """A machine with room for this many bytes of expert slots."""
+    """A machine with this number of bytes for expert slots."""
     plan = plan_for(model, **settings)
     free = plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + slots
     headroom = 256 * 2**20
@@ -68,7 +68,7 @@ def tight(model, slots, **settings):
 
 @pytest.mark.parametrize(("name", "tier"), [("one", "q4_k"), ("three", "q8_0")])
 def test_everything_fits(models, name, tier):
-    """Of a packed file its best tier."""
+    """In a packed file, the best tier is used."""
     plan = plan_for(models[name])
     assert (plan.managed, plan.tier_names) == (False, (tier,))
     assert "everything fits" in plan.reason
@@ -111,7 +111,7 @@ def test_two_files_are_high_and_low(models):
 
 
 def test_too_little_memory_is_managed(models):
-    """One precision is lossless, and lower ones are not."""
+    """One precision is lossless and has no retention in the reason; lower precisions do."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
     assert (plan.placement.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
@@ -123,7 +123,7 @@ def test_too_little_memory_is_managed(models):
 
 
 def named(size_bytes):
-    """As a message names a budget that is enough."""
+    """The size as error messages write it, rounded up."""
     return format_least(size_bytes)
 
 
@@ -145,7 +145,8 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
 
 
 def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
-    """A context beyond its own, and a part of another quantization; two files may differ."""
+    """A note if --ctx exceeds the training context, or if a part belongs to another quantization.
+    Two separate files may differ."""
 
     def notes(path, low=None, **settings):
         with ExpertModel.open(path, low) as model:
@@ -166,7 +167,7 @@ def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
 
 
 def test_a_cache_that_is_too_large_is_named(models):
-    """And not --ram, which was not given, or is enough without it."""
+    """The error names --cache-ram. It names --ram only if --ram was given."""
     for ram, remedy in ((None, "or free memory"), (2**30, r"or give --ram \d+ MiB")):
         with pytest.raises(
             BudgetError, match=rf"--cache-ram 99 GiB is too much.*{remedy}"
@@ -241,7 +242,7 @@ def test_what_a_policy_does_not_use_is_refused(policy, option):
     ({"max_loss": 0.01}, None),
 )
 def test_a_loss_table_is_for_what_reads_it(asked, refused):
-    """Slots that lower tiers share, or a loss that chooses the policy."""
+    """Only shared near slots, `mixed` and --max-loss read a loss table."""
     config = Config.build(model="a.gguf", losses=Path("t.json"), **asked)
     if refused:
         with pytest.raises(ConfigError, match=f"--losses {refused}"):
@@ -291,12 +292,14 @@ def test_what_inspect_prints_works_as_ram(models, name):
             assert plan.total_bytes <= ram
             if plan.managed:
                 assert plan.budget_bytes >= budget["slot_bytes"]
-    whole = facts["budgets"][-1]["ram_bytes"] + model.lookup_bytes  # which only managed ones leave
+    # the lookup tables are left out only with a store
+    whole = facts["budgets"][-1]["ram_bytes"] + model.lookup_bytes
     assert not plan_for(model, ram=whole).managed
 
 
 def test_context_is_capped_by_the_model(models):
-    """Sequences share a larger one: each may be as long as the model was made for."""
+    """One sequence gets at most the model's training context. Several sequences share a larger
+    context."""
     model = models["one"]
     most = model.hparams.context_length
     for sequences, n_ctx in ((0, most), (1, 2 * most), (7, 4 * most)):
@@ -329,12 +332,12 @@ def test_a_vocabulary_that_is_no_list(models, tmp_path):
 @cases(
     "allowed, most, tokens",
     (10_000 * 1000, 131072, 9984),  # 10,000 tokens in steps of 256
-    (10**12, 131072, 131072),  # no longer than the model
+    (10**12, 131072, 131072),  # no longer than the model's limit
     (1000 * 1000, 1000, 1000),
     (0, 131072, 0),
 )
 def test_the_longest_context_within_what_is_allowed(allowed, most, tokens):
-    """With a cache of 1000 bytes a token."""
+    """With a cache of 1,000 bytes per token."""
     assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 
@@ -368,7 +371,8 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypa
 
 
 def test_conversations_get_one_more_context(models):
-    """Where that costs experts, a small share; and what fits whole still does."""
+    """Kept conversations get memory of up to one context: at most a small share of the slots, and
+    nothing if the model would no longer fit whole."""
     model = models["more"]
     whole = plan_for(model, ctx=512)
     assert whole.prompt_bytes == 0
@@ -383,7 +387,7 @@ def test_conversations_get_one_more_context(models):
     left = plan_for(model, ctx=512, policy="lru", ram=ram).budget_bytes
     plan = plan_for(model, ctx=512, policy="lru", ram=ram, conversations=True)
     assert 0 < plan.prompt_bytes <= PROMPT_SHARE * left
-    assert plan.budget_bytes == left  # slots have what no copy takes
+    assert plan.budget_bytes == left  # prompt copies take only memory that slots do not use
     assert plan.total_bytes <= ram
 
 
@@ -396,7 +400,7 @@ def test_what_prompts_are_given_is_set_aside_or_refused(models):
         plan_for(model, ram=MIB, **asked)
     enough = least.value.needed_bytes
     plan_for(model, ram=enough, **asked)
-    plan_for(model, ram=enough, conversations=True, **asked)  # goes without
+    plan_for(model, ram=enough, conversations=True, **asked)  # without prompt copies
     with pytest.raises(BudgetError) as more:
         plan_for(model, ram=enough, cache_ram=3 * MIB, **asked)
     assert more.value.needed_bytes == enough + 3 * MIB
@@ -409,7 +413,7 @@ def test_a_memory_that_cannot_be_cut_gets_marks(models):
         assert part_bytes(model, config) == 0
         recurrent = {"inner_size": 4096, "state_size": 128, "group_count": 16, "conv_kernel": 4}
         model.metadata.update({f"qwen3moe.ssm.{key}": n for key, n in recurrent.items()})
-        # of Qwen3-Next: 2 MiB of state a layer, and three columns of what is convolved
+        # as in Qwen3-Next: 2 MiB of state per layer, and three columns of convolution input
         assert part_bytes(model, config) == 3 * 4 * (128 * 4096 + 3 * 8192)
         plan = plan_for(model, ctx=512, conversations=True)
         assert plan.prompt_bytes == plan.kv_bytes + 6 * part_bytes(model, config)
@@ -426,7 +430,7 @@ def test_8_bits_leave_more_for_experts(models):
         plan_for(models["odd heads"], kv="q8_0", ctx=512)
 
 
-CTX, BATCH = 2048, 512  # all that the model was made for
+CTX, BATCH = 2048, 512  # the model's training context
 
 
 def on_gpu(model, flash, **settings):
@@ -435,14 +439,15 @@ def on_gpu(model, flash, **settings):
 
 
 def test_what_flash_attention_does_not_keep_is_free(models):
-    """Weights in single precision and in half, and a mask: 0.4 GB of Qwen3-30B at 4k tokens."""
+    """Without flash attention, scratch also has attention weights in single and half precision and
+    a mask. For Qwen3-30B at 4k tokens that is 0.4 GB."""
     model = models["one"]
     slow, fast = on_gpu(model, False), on_gpu(model, True)
     assert slow.n_ctx == CTX
     weights = max(model.hparams.n_head) * BATCH * CTX
     saved = slow.scratch_bytes - fast.scratch_bytes
     assert 6 * weights < saved < 7 * weights + 5 * BATCH * CTX
-    # exact importance wants the weights
+    # exact importance needs the attention weights, so flash attention saves nothing
     exact = [on_gpu(model, flash, importance="exact") for flash in (False, True)]
     assert exact[0].scratch_bytes == exact[1].scratch_bytes
 

@@ -1,4 +1,4 @@
-"""What an answer cost: what the store's counters moved by, and not what they are."""
+"""Costs of an answer are differences of the store's counters."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from orchestrator.runtime.report import StoreCosts
 
 
 def counted(times):
-    """Counters of a store, each of them so many times as large."""
+    """Counters of a store, multiplied by `times`."""
     stats = CStats()
     for phase, scale in ((Phase.PREFILL, 3), (Phase.DECODE, 1)):
         stats.requests[phase], stats.hits[phase] = 40 * times * scale, 30 * times

@@ -1,4 +1,4 @@
-"""A runtime over a tiny model: answers and their endings, evaluations, settings, failures."""
+"""A runtime with a tiny model: answers and how they end, evaluations, settings, failures."""
 
 from contextlib import closing
 
@@ -12,7 +12,7 @@ from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
-N_CTX = 256  # the least that llama.cpp has
+N_CTX = 256  # llama.cpp's minimum
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def e(config):
 
 
 def tokens(runtime, data):
-    """A token for each byte."""
+    """One token for each byte."""
     vocabulary = runtime.vocabulary
     of = {vocabulary.piece(token): token for token in range(vocabulary.n_vocab)}
     return [of[bytes([each])] for each in data]
 
 
 def only(text):
-    """A request's fields that make the model say this and end."""
+    """Fields of a request with which the model answers this text and ends."""
     return {"grammar": f'root ::= "{text}"'}
 
 
@@ -58,7 +58,8 @@ def test_streams_whole_characters(runtime):
 
 
 def test_only_new_tokens_are_evaluated(runtime):
-    """The last token of a prompt is one of them, for its logits, and so is an answer's last."""
+    """The last token of the prompt is evaluated again for its logits, and so is the last token of
+    the answer."""
     hello = tokens(runtime, b"hello")
     first = answered(runtime, hello, 3, ignore_eos=True)
     assert first["timings"]["prompt_n"] == 5
@@ -148,7 +149,7 @@ def test_eval(e):
 
 
 def test_begin_token_stands_once(config):
-    """Whether the template writes it or not; the tokenizer adds it."""
+    """The tokenizer adds the begin token, whether or not the template has it."""
     for template in ("<s>hi", "hi"):
         answering = Answering(chat_template=template)
         with Runtime.open(config, answering=answering) as runtime:
@@ -162,7 +163,7 @@ def test_begin_token_stands_once(config):
 def test_retention_is_checked(runtime):
     with pytest.raises(ConfigError):
         runtime.set(retention=1.5)
-    assert runtime.set(retention=0.5) is False  # llama.cpp's own path retains nothing
+    assert runtime.set(retention=0.5) is False  # llama.cpp's own path has no retention
     assert runtime.config.given("retention") == 0.5
 
 

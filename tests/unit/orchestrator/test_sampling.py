@@ -1,4 +1,4 @@
-"""How settings of sampling are written."""
+"""Notation of the sampling settings."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""How fast this machine computes: how it is timed, which timing stands, and what is kept."""
+"""Measured compute speeds of this machine: how they are timed, which timing is used, and what is
+stored."""
 
 import itertools
 import json
@@ -43,7 +44,7 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it():
     one = kept((3.0, early, True))
     assert one.least("x") == 3.0 and one.is_due("x")
     slow = kept((3.0, early, True), (9.0, early + APART_S, True))
-    assert slow.least("x") == 3.0 and slow.is_due("x")  # either may have been disturbed
+    assert slow.least("x") == 3.0 and slow.is_due("x")  # either one may have been disturbed
     assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
 
@@ -55,7 +56,7 @@ def test_a_machine_that_got_slower_is_believed_in_time():
     later = kept(*fast, slow, now=OLD_S + APART_S)
     assert later.least("x") == 3.0 and later.is_due("x")
     ahead = kept((1.0, 11 * DAY, True))
-    assert ahead.least("x") is None  # the clock was wrong then, or is now
+    assert ahead.least("x") is None  # a time in the future: the clock was or is wrong
 
 
 @cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
@@ -66,7 +67,7 @@ def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
 
 
 class Played:
-    """Stands for products.Timer, the clock, and other programs."""
+    """Simulated products.Timer, clock, and load by other programs."""
 
     def __init__(self, monkeypatch, bindings):
         self.bindings = bindings
@@ -96,7 +97,7 @@ WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
 def session(machine, seconds, after_s, others=0.0, **settings):
-    """(what stands, whether it was disturbed) of a use of this machine."""
+    """Measure in a new process. Returns (time that is used, whether it was disturbed)."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
     with Speeds(machine.bindings, **{"threads": 1} | settings) as speeds:
@@ -104,7 +105,7 @@ def session(machine, seconds, after_s, others=0.0, **settings):
 
 
 def test_a_disturbed_moment_does_not_stay(machine):
-    """Other programs made a product take ten times as long when it was first measured."""
+    """A time that other programs made ten times as long is replaced by a later, undisturbed one."""
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
     assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
@@ -114,7 +115,7 @@ def test_a_disturbed_moment_does_not_stay(machine):
 
 
 def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
-    """However many there were; of the same moment, no more than a few."""
+    """Measurements continue until one is undisturbed. Within one moment they are not repeated."""
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
     assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
@@ -126,7 +127,8 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
 
 
 def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
-    """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
+    """Products of a decode step are timed in three rounds, and the median of the undisturbed ones
+    is used. Products of prompts take long and have one round."""
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
     beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
@@ -135,7 +137,7 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
-        # 0.5 was not timed on a quiet machine
+        # 0.5 was timed while other programs ran
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
         assert not speeds.again() and not speeds.disturbed
     machine.now += 5
@@ -145,8 +147,8 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
 
 
 def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
-    """Twice something ran beside the first of two products: it is timed until nothing does. Then
-    nothing is left for the second one."""
+    """A disturbed timing is repeated up to twice. The first product uses all repeats, so the second
+    one stays disturbed."""
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
     found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
@@ -158,8 +160,8 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
 def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, others, expected):
-    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
-    others."""
+    """Runs take 1, 3 and 9 ms in turn. Without other programs the median is used, with other
+    programs the fastest tenth."""
     runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
     monkeypatch.setattr(products_module, "perf_counter", lambda: now)
     monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
@@ -182,11 +184,12 @@ def test_what_was_measured_is_kept(bindings, monkeypatch):
     with Speeds(bindings, 1) as speeds:
         assert speeds.seconds(WHAT) == found
     with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
-        speeds.seconds(WHAT)  # other threads are another machine
+        speeds.seconds(WHAT)  # another number of threads has its own measurements
 
 
 def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
-    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
+    """With little free memory the measurement uses few weights, which a CPU cache may hold. The
+    results are rough and are not stored."""
     taken: list[int] = []
     allocate = Timer._allocate
     monkeypatch.setattr(
@@ -210,8 +213,8 @@ def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
     "layout, ratios", (FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))
 )
 def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
-    """On a machine that is played, where repacked rows are slow for many activations: slots' own
-    layout takes tiles, from 8 on, and upstream's does not."""
+    """A simulated machine where repacked rows are slow for 8 or more activations. The layout of the
+    slots then uses tiles; upstream's layout does not."""
 
     class PlayedSpeeds(Speeds):
         def seconds(self, what):
