@@ -1,4 +1,4 @@
-"""One request on its way: parts, costs, silences, errors, and clients that leave."""
+"""One request: parts of its answer, costs, keep-alive comments, errors, and clients that leave."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
 from orchestrator.serve.wire import progress_of, with_progress
 
-# What each path needs, and leaves out of the others' where it has no use for it.
+# Fields for all paths. Each path ignores those of the others.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
 STREAM = {**ASK, "stream": True}
 PART, FINAL = b"data: {}\n\n", b'data: {"choices": [], "timings": {"predicted_n": 3}}\n\n'
@@ -59,7 +59,7 @@ def test_a_report_is_repeated_with_what_was_read_since(events, done, sent):
 
 @in_a_loop
 async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
-    """Not while several requests share the step."""
+    """Progress within a step is reported, but not while several requests share the step."""
     monkeypatch.setattr(answer, "PROGRESS_S", 0.01)
     monkeypatch.setattr(answer, "PING_S", 0.05)
     pause, beside = Event(), Event()
@@ -94,7 +94,7 @@ QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
     "path, data, made, sent",
     (CHAT, ASK, {"timings": {}}, WITH_OURS),
     (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
-    # Answers without figures of llama.cpp's.
+    # Answers to which llama.cpp adds no timings.
     (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
     (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
     (
@@ -102,14 +102,15 @@ QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
         [{"timings": {"predicted_n": 1}}, {"timings": {}}],
         [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
     ),
-    # They are put into an answer that is not parsed, whose text may say what they are called.
+    # Costs are inserted into the text of an answer without parsing it, even if its content contains
+    # the word "timings".
     (
         *(CHAT, ASK),
         {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
         {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
     ),
     (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
-    # Who wants some fields alone gets no others.
+    # If the request names the response fields, no others are added.
     (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
 )
 def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
@@ -131,7 +132,7 @@ def test_a_stream_of_anthropics_has_the_costs_in_its_summary():
 
 
 class Exhausted(FakeRequest):
-    """A native request that ends before its end."""
+    """A native request that fails after its last part."""
 
     def run(self, ready=-1):
         super().run(ready)
@@ -144,7 +145,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
 @cases(
     "made, status, code, says",
     (whole(TOO_LONG, 400), 400, None, "too long"),
-    # What the model cannot do is no failure of the server.
+    # If the model cannot serve the request, the status is 400 and not 501.
     (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
     (whole(FAILED, 500), 500, 500, "the disk is gone"),
     (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
@@ -213,7 +214,8 @@ def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data,
 
 
 def test_what_came_before_a_step_failed_is_sent():
-    """Several parts come at once where tokens are fast. A model may speak of an error."""
+    """If tokens are fast, one read has several parts. An error text in the model's answer is not an
+    error."""
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
     request.run()
@@ -235,12 +237,13 @@ def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
 
 @pytest.fixture
 def pings(monkeypatch):
-    """Comments after a moment of silence."""
+    """Keep-alive comments after 20 ms of silence."""
     monkeypatch.setattr(answer, "PING_S", 0.02)
 
 
 async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
-    """A stream whose request goes on, to its end, once the parts that have come are enough."""
+    """Run a stream to its end. goes_on: event that is set as soon as `enough` accepts the parts
+    received."""
     client, running = begun(app, path, data)
     await until(lambda: enough(client.reply.parts))
     goes_on.set()
@@ -249,13 +252,13 @@ async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
-    """Anthropic's clients know an error by its event's name."""
+    """Anthropic's clients recognise an error by the name of its event."""
     hold, other = Event(), Event()
     served = FakeServed(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
     app = app_for(served)
     reply = asyncio.run(streamed(app, hold, path))
     assert reply.status == 200 and reply.parts[0].startswith(b":")
-    # An error that comes after the comments is an event, not a status.
+    # After keep-alive comments an error is an event, because the status has been sent.
     outer = b'"type": "error", ' if named else b""
     assert reply.parts[-1] == named + b"data: {" + outer + b'"error": {}}\n\n'
     failed = asyncio.run(streamed(app, other, path)).parts[-1]
@@ -281,7 +284,7 @@ def tokenized(tokens):
 async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     pings, path, data, count_of
 ):
-    """Also where its turn comes so late that comments go out before."""
+    """Also if the request waits so long that keep-alive comments were sent."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
     unread = [whole(b'{"error": {"message": "no such role"}}', 400)] * ("messages" in data)
@@ -293,7 +296,8 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     long = await end_of(begun(app, path, asked)[1])
     error = long.json()["error"]
     assert long.status == 400 and error["type"] == "exceed_context_size_error"
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
+    # the names of upstream's fields
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)
     assert "512" in error["message"]
     for _ in unread:
         odd = await end_of(begun(app, path, asked)[1])
@@ -303,7 +307,7 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert b"hit_rate" in short.parts[-1]
     await running
     assert counts[0].closed and counts[1].closed
-    assert len(served.asked) == 4 + len(unread)  # each is counted once
+    assert len(served.asked) == 4 + len(unread)  # each prompt is counted once
 
 
 @in_a_loop
@@ -318,7 +322,7 @@ async def test_nobody_waits_for_ever_and_the_line_is_bounded():
 
 @pytest.mark.parametrize("leaving", [0, 2])
 def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
-    """It gives its place back; one that leaves the line lets nobody in."""
+    """The place of a running request is freed. A client that leaves the queue frees none."""
     hold = Event()
     served = FakeServed(whole(hold=hold), whole(), whole())
     state, app = served_by(served)
@@ -336,7 +340,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
         else:
             await asyncio.sleep(0.05)
             assert (state.gate.running, state.gate.waiting) == (1, 1)
-            assert len(served.asked) == 1  # the second one waits until the first has ended
+            assert len(served.asked) == 1  # the second request waits until the first has ended
         hold.set()
         return [(await end_of(each)).status for _, each in running]
 
@@ -345,7 +349,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
 
 
 class Deaf(Client):
-    """A client that takes nothing from the first part on, until it hears."""
+    """A client that reads nothing after the first part until `hears` is set."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -361,7 +365,7 @@ class Deaf(Client):
 @pytest.mark.parametrize("most_bytes", [1000, 1])
 @in_a_loop
 async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
-    """What is unread stays in memory, counted, and the oldest of it goes."""
+    """Unread answers stay in memory up to a limit. Beyond it, the oldest connection is aborted."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     state, app = served_by(
         FakeServed(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
@@ -374,7 +378,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
     first, second = (client for client, _ in running)
     assert state.unread.n_bytes > 0
     assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
-    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
+    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # the only place is free
     for client, task in running:
         client.hears.set()
         assert b'"hit_rate"' in (await end_of(task)).body

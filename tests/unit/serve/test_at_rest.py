@@ -1,5 +1,4 @@
-"""What a server does while nothing is asked for: until the first request, and behind the last one
-in flight."""
+"""Idle reads of a server: before the first request, and after the last running one."""
 
 import asyncio
 import threading
@@ -35,7 +34,7 @@ def served():
 
 @pytest.fixture
 def asked_at_once(monkeypatch):
-    """One that had no time for anything until now."""
+    """A server without idle reads until the fixture returns."""
     start = Idle.start
     monkeypatch.setattr(Idle, "start", lambda *_: None)
     with made() as found:
@@ -44,7 +43,7 @@ def asked_at_once(monkeypatch):
 
 
 def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
-    """The answers are what they are without, and nothing is read for nobody beside them."""
+    """Idle reads do not change answers, and none run during a request."""
     driver, store, app = served.runtime.inside.driver, served.runtime.inside.store, app_of(served)
     driver._idle.wait()
     assert driver.brought > 0 and store.full
@@ -64,7 +63,7 @@ def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
 
 @in_a_loop
 async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
-    """Its request has ended, and its step runs on."""
+    """If a client leaves during a step, idle reads start after the step."""
     served = asked_at_once
     driver, store = served.runtime.inside.driver, served.runtime.inside.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()

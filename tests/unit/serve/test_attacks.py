@@ -1,4 +1,4 @@
-"""Clients that mean ill or are slow: one clear status each, and the server goes on."""
+"""Malicious and slow clients: each gets one clear status, and the server continues."""
 
 import json
 import socket
@@ -18,10 +18,10 @@ served = running(
 
 
 def answer_to(served, data):
-    """What the server says until it closes the connection."""
+    """Send data and return the reply until the server closes the connection."""
     with served.connected() as sock:
         said = b""
-        # It may have said all it has to say, and closed, before it has got everything.
+        # The server may reply and close before it has received everything.
         with suppress(ConnectionError):
             sock.sendall(data)
         try:
@@ -89,7 +89,7 @@ def test_each_gets_one_clear_status(served, name):
     assert said.count(b"HTTP/1.1 ") == 1, said[:400]
     assert said.startswith(f"HTTP/1.1 {status} ".encode()), said[:400]
     assert b"root:" not in said and b"Traceback" not in said
-    assert b"\nserver:" not in said.lower()  # which would name uvicorn to whoever attacks
+    assert b"\nserver:" not in said.lower()  # a Server field would name uvicorn
     assert_goes_on(served)
 
 
@@ -100,7 +100,7 @@ def assert_goes_on(served):
 
 def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
     started = b"GET /health HTTP/1.1\r\nHost: loc"
-    # Bytes that come one by one are no reason to wait for ever.
+    # A client that sends single bytes does not extend its timeout.
     slow = [served.connected() for _ in range(40)]
     body = served.connected()
     body.sendall(CHAT + KEYED + b"Content-Length: 100\r\n\r\n{")
@@ -116,7 +116,7 @@ def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
 
 
 def trickle(sock, data):
-    """Sends a byte at a time until the other side answers or closes; what it says."""
+    """Send one byte at a time until the server replies or closes. Returns the reply."""
     said = b""
     sock.settimeout(0.2)
     with sock:
@@ -135,14 +135,14 @@ def trickle(sock, data):
 
 
 def test_who_sends_a_byte_more_and_leaves_is_noticed(served):
-    """Its place is free at once, and not when the answer would have ended."""
+    """If a client sends one byte more and leaves, its request ends at once and frees its place."""
     long = chat("hello", max_tokens=400, ignore_eos=True, stream=True).replace(
         b"Connection: close\r\n", b""
     )
     for _ in range(4):
         with served.connected() as sock:
             sock.sendall(long + b"G")
-            sock.recv(1)  # the stream has begun
+            sock.recv(1)  # the stream has started
     assert answer_to(served, chat("hello")).startswith(b"HTTP/1.1 200 ")
     said = "\n".join(served.lines)
     assert said.count("POST /v1/chat/completions 200 0.") >= 4, said
@@ -161,7 +161,7 @@ def test_many_calls_in_one_message_are_refused_by_their_number(served):
     data = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 1}
     reply = answer_to(served, request(CHAT + KEYED, json.dumps(data).encode()))
     assert reply.startswith(b"HTTP/1.1 400 ") and b"501 parts of messages" in reply
-    # The same in one result of a tool, as Anthropic's form has it.
+    # The same number of parts in one tool result, in Anthropic's form.
     blocks = [{"type": "text", "text": "a"}] * 500
     result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
     data = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 1}

@@ -1,4 +1,5 @@
-"""Schemas of clients, rewritten into what llama.cpp enforces, and the paths of what it does not."""
+"""JSON schemas of clients are rewritten into a form that llama.cpp enforces. Parts that cannot be
+enforced are reported with their path."""
 
 import json
 import re
@@ -19,7 +20,7 @@ def of(**properties):
 
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
-# What a schema is rewritten to.
+# (schema, rewritten schema)
 FORMS = {
     "a property of any kind": (of(p=True), of(p={})),
     "a property that may not be": (of(p=False, q=TEXT), of(q=TEXT)),
@@ -76,7 +77,7 @@ FORMS = {
         {"anyOf": [{"const": 1}, {"const": "x"}]},
     ),
 }
-# What is not enforced: where, and a word of the reason.
+# (schema, path of the part that is not enforced and a word of the reason)
 LOST = {
     "a reference to nothing": (of(p={"$ref": "#/$defs/x"}), "s.properties.p.$ref: "),
     "a reference to another document": (
@@ -191,7 +192,7 @@ ODD = of(p={"type": "number", "maximum": 1})
 
 
 def tool_of(route, schema, **more):
-    """(a request with a tool, how its arguments are named)."""
+    """(request with this tool, path of its arguments in the request)."""
     if route == CHAT:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
         return {"messages": SAID, "tools": [tool]}, "tools[0].function.parameters"
@@ -211,7 +212,8 @@ def test_a_tool_is_served_and_noted_or_strict(route):
     assert f"{where}.properties.p.maximum" in note and "'f'" in note
     tool = data["tools"][0]
     parameters = tool.get("function", tool).get("parameters", tool.get("input_schema"))
-    assert parameters == {**ODD, GRAMMAR_SCHEMA: of(p={"type": "number"})}  # the model sees its own
+    # the chat template gets the original schema
+    assert parameters == {**ODD, GRAMMAR_SCHEMA: of(p={"type": "number"})}
     data, where = tool_of(route, ODD, strict=True)
     with pytest.raises(Refusal, match="is strict") as refused:
         settle_request(route, data, 0, served)

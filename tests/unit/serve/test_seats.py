@@ -1,4 +1,4 @@
-"""Which sequence a request gets: its conversation's own, or the one left alone for the longest."""
+"""The sequence that a request gets: that of its conversation, or else the least recently used one."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ SYSTEM = {"role": "system", "content": "You are a helper who knows many countrie
 
 
 def chat(*said):
-    """Turns of a user and an assistant, one after the other."""
+    """A conversation with alternating turns of user and assistant."""
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
     ]
@@ -42,7 +42,7 @@ def test_conversations_with_one_system_prompt_keep_their_sequences():
     for _ in range(3):
         assert take(seats, "one", "said", "more") == 0
         assert take(seats, "two", "said", "more") == 1
-    # Repeated, and with another end.
+    # The same request again, and with another last message.
     assert take(seats, "one", "said", "more") == 0
     assert take(seats, "one", "said", "another") == 0
     assert take(seats, "one", "said", "another", "said", "more") == 0
@@ -99,7 +99,7 @@ def test_texts_tokens_and_responses(before, after, goes_on):
     ({**chat("one"), "n": 3}, 3, 1),
     ({"prompt": ["one", "two"]}, 2, 2),
     ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
-    # The later ones follow each other, and nobody knows where.
+    # Each waits for the previous one, and their sequences are not known yet.
     ({"prompt": ["one"] * 5}, 4, 0),
     ({"prompt": []}, 1, 0),
     ({}, 1, 0),
@@ -115,7 +115,7 @@ def test_the_server_names_it_and_a_client_cannot():
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
     ask(app, CHAT, chat("one", "said", "more"))
-    # One conversation, whoever's form it has.
+    # The same conversation in another form of request.
     ask(app, "/v1/messages", {**chat("two", "said", "more"), "max_tokens": 1})
     ask(app, "/v1/completions", {"prompt": ["one", "two"]})
     assert served.sequences == [[0], [1], [0], [1], [0, 1]]
@@ -142,7 +142,8 @@ def test_a_client_that_leaves_gives_it_back():
 
 @in_a_loop
 async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
-    """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
+    """Both sequences have held 500 of 1,000 KV cells. While one runs a request for 512, a new
+    request on the other cannot keep these 500, so they are dropped."""
     held = Event()
     served = FakeServed(whole(), whole(), whole(hold=held), whole())
     served.parallel = 2
@@ -171,8 +172,9 @@ served = running(
 
 
 def test_neither_of_two_conversations_is_read_again(served):
-    """The second one begins with the same system prompt, which is more than half of both: without
-    a name, llama.cpp gives it the first one's sequence and keeps nothing of that one's end."""
+    """Both conversations keep their sequence, although they share a system prompt of more than half
+    of their length. With its own choice, llama.cpp would give the second one the sequence of the
+    first."""
     texts = {country: f"{country} is a country. " * 8 for country in ("Norway", "Peru")}
     said = {country: [text] for country, text in texts.items()}
     n_read = {country: [] for country in texts}
