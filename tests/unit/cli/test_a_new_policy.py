@@ -1,8 +1,9 @@
-"""A policy is one file, and a line in the registry: all that a user sees of it follows.
+"""A policy is one file and one line in the registry. Options, help, checks, traces and replay
+follow from its declaration.
 
-The policy of this test stands in one new file, with one setting of its own. It works with three
-precisions where its neighbours work with one or two, is asked in prefill only, is told which tier
-each expert is in, and moves one of them through all tiers.
+The policy of this test has one setting. It differs from the existing ones: it needs three
+precisions, decides in prefill only, receives the tier of each expert, and moves one expert through
+all tiers.
 """
 
 import json
@@ -84,7 +85,7 @@ class Stripes(Policy):
     def report(self):
         return self.seen or {}
 '''
-# The one line of the registry, as a start-up file adds it for a process of its own.
+# The line of the registry, added by the start-up code of a separate process.
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -145,7 +146,8 @@ def test_its_mode_line_and_its_mix(folder, model):
     assert set(stats["mix"]) == {"q8_0", "q4_k", "q2_k"}
     assert all(share > 0 for share in stats["mix"].values())
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
-    # one sequence began and its prompt ended; decoding was counted without being asked about
+    # One sequence started and its prompt ended. Decode steps are counted although the policy does
+    # not decide in them.
     told = stats["policy"]
     assert told["starts"] == [0] and told["prompts"] == 1
     assert told["decoded"] > 0 and stats["callback_us_p50"] > 0
@@ -162,7 +164,7 @@ def test_its_trace_and_its_replay(folder, model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     with pytest.raises(Exception, match="unknown policy 'stripes'"):
-        read_trace(out)  # here the registry has no such line
+        read_trace(out)  # this process's registry does not have the policy
     for options, pattern, same in (((), "of 1", True), (("--stripe", "2"), "of 2", False)):
         done = moe_edge(folder, "replay", out, "--json", *options)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The whole process: Ctrl-C, signals, pipes that are closed, input that is no text."""
+"""Whole processes: Ctrl-C, signals, closed pipes, and input that is not text."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ ENDLESS = ("-m", "x.gguf", "-p", "endless")
 @cases(
     "args, stdin, stdout",
     (("-m", "x.gguf"), "caf\u00e9".encode(), "<caf\u00e9>\n"),
-    # No escape code and no statistics.
+    # Without escape codes and statistics.
     (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
 def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
@@ -35,7 +35,7 @@ def started(*command, **environment):
 
 
 def interrupted(log, event, *args):
-    """Ctrl-C once the fake runtime has said `event`: exit status, stdout, stderr."""
+    """Send Ctrl-C after the fake runtime has logged `event`. Returns (exit status, stdout, stderr)."""
     with started(*FAKE, "chat", *args, FAKE_RUNTIME_LOG=str(log)) as process:
         wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
         process.send_signal(signal.SIGINT)
@@ -44,7 +44,7 @@ def interrupted(log, event, *args):
 
 
 def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
-    """A module of the command line stands still until the key is pressed."""
+    """An import of the command line blocks until Ctrl-C arrives."""
     (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
     command = [sys.executable, "-m", "orchestrator", "--help"]
     with started(*command, PYTHONPATH=f"{tmp_path}:{fake_runtime.ROOT}") as process:

@@ -1,4 +1,4 @@
-"""`moe-edge plan` without a model: the table of known ones, and how it is kept."""
+"""`moe-edge plan` without a model: the table of known models, and how it is cached."""
 
 import json
 from dataclasses import replace
@@ -15,14 +15,15 @@ from orchestrator.cost.known import FITS, NO_ROOM, NOT, STREAMS, WELL, Known, Ro
 
 
 def seconds(_timer, what):
-    """A machine of 20 GB/s whose operations take a microsecond."""
+    """Time of an operation on a simulated machine: 20 GB/s of weights and one microsecond per
+    operation."""
     nbytes = what.nbytes if isinstance(what, products.Product) else 0
     return 1e-6 + what.rows * nbytes / 20e9
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A cache of its own, and how often this machine was measured."""
+    """A new cache folder. Returns a list with an entry for each measurement of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
 
@@ -49,8 +50,8 @@ def told(ram):
 
 
 def test_known_models_are_listed_and_kept(machine):
-    """What runs well comes first, the largest of it first; what is too slow comes behind it. The
-    second time nothing is measured, and another cap is another table."""
+    """Models that run well come first, larger ones first. Models that are too slow follow. The
+    second run measures nothing, and another --ram gives another table."""
     first = plan("--ram", "12GiB")
     assert first.exit_code == 0, first.output
     assert "Qwen3-Next-80B-A3B" in first.stdout and "2.00 GB/s" in first.stdout

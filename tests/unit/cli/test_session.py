@@ -1,4 +1,5 @@
-"""The conversation itself: what is remembered, what the model sees, what a stop leaves; files."""
+"""The conversation in chat: its messages, the part that the model sees, stopped answers, and saved
+files."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def said(pieces):
 
 
 def turns(*texts):
-    """Of a user and of the model, in turns."""
+    """Messages of user and assistant in turns."""
     roles = ("user", "assistant")
     return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
@@ -129,7 +130,8 @@ def test_the_oldest_exchanges_leave_a_full_context():
         assert session._n_tokens(seen) <= 120
     assert len(session.messages) == 81
     assert session.left_out > 0
-    # Down to half of the context at once, so that most turns keep their prefix.
+    # Messages are dropped down to half of the context at once, so that most turns keep their
+    # prefix.
     starts = [seen[1]["content"] for seen in session.runtime.seen]
     assert len(set(starts)) <= 12
     session.reset()
@@ -243,7 +245,7 @@ def test_a_loaded_conversation_goes_on():
     assert talk.runtime.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
     talk.load(TURNS)
     talk.reset()
-    assert talk.messages == []  # its system prompt is that of the conversation
+    assert talk.messages == []  # the loaded conversation has no system prompt
 
 
 def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
@@ -258,7 +260,7 @@ def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
     list(talk.answer("hello"))
     assert read_conversation(talk.kept) == talk.messages
     talk.kept = talk.kept / "last.jsonl"
-    list(talk.answer("hello"))  # done without
+    list(talk.answer("hello"))  # a failed save is ignored
 
 
 def test_the_oldest_conversations_go(tmp_path):

@@ -1,4 +1,4 @@
-"""Commands that take a model of the Hub by its name."""
+"""Commands with a model named by its Hub repository."""
 
 import json
 
@@ -36,12 +36,13 @@ def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch, libra
     assert (again.stdout, again.stderr) == (result.stdout, "")
     assert "contains 2 models" in chat("hf:o/n").stderr
     server.repos["o/n"].files |= {f"{folder}/other.gguf": noise(2) for folder in "ab"}
-    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr  # that very file, which is none
+    # exactly this file, which is not a model
+    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr
     del server.repos["o/n"].files["other.gguf"]
     assert "several models match: a/other.gguf, b/other.gguf" in chat("hf:o/n/other.gguf").stderr
     assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in chat("hf:o").stderr
 
-    server.status = 503  # the cache is enough
+    server.status = 503  # the cache suffices
     assert chat(name).stdout == result.stdout
     assert "status 503" in chat("hf:o/none").stderr
 

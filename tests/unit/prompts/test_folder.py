@@ -1,4 +1,4 @@
-"""Conversations on disk: whole files, checked before they are used, within a limit."""
+"""Conversations on disk: complete files, verified before use, within a size limit."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ ROOMY = 1 << 30
 
 
 class Turn(NamedTuple):
-    """What a sequence holds after a turn of a conversation."""
+    """The content of a sequence after a turn of a conversation."""
 
     tokens: np.ndarray
     marks: tuple[Mark, ...]
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
 
 def made(conversation, turn):
-    """A turn of a conversation: its state and its parts follow from its tokens."""
+    """A turn of a conversation. Its state and parts are computed from its tokens."""
     tokens = np.arange(20 * (turn + 1), dtype=np.int32) + 1000 * conversation
     return Turn(tokens, (Mark(10, state_of(tokens[:10]), b"learned"),))
 
@@ -52,13 +52,13 @@ def state_of(tokens):
 
 
 def write(path):
-    """Writes the turns of two conversations, one after the other, where two have room."""
+    """Write the turns of two conversations alternately, with a limit for two files."""
     folder = PromptFolder(path, 1 << 21)
     for number in range(2 * TURNS):
         made(number % 2, number // 2).save(folder)
 
 
-TICK_S = 0.02  # more than the kernel's clock of files needs to go on
+TICK_S = 0.02  # more than the resolution of file times
 
 
 def turn_of(tokens, *marks, key=KEY):
@@ -66,7 +66,7 @@ def turn_of(tokens, *marks, key=KEY):
 
 
 def read(folder, listed, most=ROOMY):
-    """The state in a file, and the marks; None where it cannot be used."""
+    """(state in the file, marks), or None if the file cannot be used."""
     states = []
 
     def take(path):
@@ -86,7 +86,7 @@ def test_what_is_written_is_read(tmp_path):
     (listed,) = folder.of(KEY)
     assert listed.tokens.tolist() == [7, 8, 9, 10, 11, 12]
     assert [listed.usable(n) for n in (6, 5, 4, 3, 2, 1)] == [6, 5, 2, 2, 2, 0]
-    # Without a part at a mark, a sequence can be cut anywhere.
+    # Without parts at marks, a sequence can be cut at any token.
     assert [usable(3, False, (), n) for n in (4, 3, 2)] == [3, 3, 2]
     state, found = read(folder, listed)
     np.testing.assert_array_equal(state, turn.state)
@@ -143,7 +143,7 @@ def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
 
 
 def test_the_least_recently_used_go_first(tmp_path):
-    folder = PromptFolder(tmp_path, 2_000_000)  # three of 600 kB each
+    folder = PromptFolder(tmp_path, 2_000_000)  # three files of 600 kB each
     for number in range(3):
         made(number, 0).save(folder)
         time.sleep(TICK_S)
@@ -170,7 +170,7 @@ def test_what_has_no_room_in_memory_stays(tmp_path):
     (listed,) = folder.of(KEY)
     assert folder.load(listed, ROOMY, lambda _path: False) is None
     assert folder.notes == [f"{listed.path}: no room for this kept conversation: it is read again."]
-    assert folder.of(KEY) == []  # which would be tried for ever
+    assert folder.of(KEY) == []  # it would be tried again for each request
     (again,) = PromptFolder(tmp_path, ROOMY).of(KEY)
     assert read(folder, again) is not None
 
@@ -188,7 +188,7 @@ def test_what_is_no_folder_is_refused_with_a_remedy(name, said, tmp_path):
 
 
 def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypatch):
-    """llama.cpp says only that it failed."""
+    """llama.cpp reports only that writing failed."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -205,7 +205,7 @@ def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypat
 
 def test_what_cannot_be_written_is_said(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
-    folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # there is nothing
+    folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # nothing to write
     assert folder.notes == []
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
     (note,) = folder.notes
@@ -214,7 +214,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
 
 
 def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
-    """Twenty times, at random places of its work."""
+    """Twenty times, at random points of its work."""
 
     def work():
         write(tmp_path)
