@@ -288,7 +288,8 @@ BELOW = [name for name in BENCHMARKS if name]
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Function that replaces a benchmark's run and returns the list of options it was called with."""
+    """Function that replaces a benchmark's run and returns the list of options it was called
+    with."""
 
     def replace(name):
         seen, benchmark = [], type(load(BENCHMARKS, name))

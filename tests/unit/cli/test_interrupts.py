@@ -35,7 +35,8 @@ def started(*command, **environment):
 
 
 def interrupted(log, event, *args):
-    """Send Ctrl-C after the fake runtime has logged `event`. Returns (exit status, stdout, stderr)."""
+    """Send Ctrl-C after the fake runtime has logged `event`. Returns (exit status, stdout,
+    stderr)."""
     with started(*FAKE, "chat", *args, FAKE_RUNTIME_LOG=str(log)) as process:
         wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
         process.send_signal(signal.SIGINT)

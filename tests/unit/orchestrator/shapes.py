@@ -31,7 +31,8 @@ def five_tiers(odd=False):
 
 
 def assert_holds(plan, shape, tiers, budget):
-    """Assert that the plan is within the budget and that each matrix fits the slots of its group."""
+    """Assert that the plan is within the budget and that each matrix fits the slots of its
+    group."""
     assert plan.total_bytes <= budget
     wanted = {
         (layer, kind, tier): size

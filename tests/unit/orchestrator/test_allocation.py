@@ -47,7 +47,8 @@ def every(of_expert):
 
 
 def bound(hull, n_bytes):
-    """Lower bound of the loss within n_bytes: the hull, interpolated as if experts were divisible."""
+    """Lower bound of the loss within n_bytes: the hull, interpolated as if experts were
+    divisible."""
     return float(np.interp(n_bytes, hull.n_bytes, hull.loss))
 
 

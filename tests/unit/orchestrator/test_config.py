@@ -1,4 +1,5 @@
-"""Settings are checked when a record is built, by the ranges and choices that its fields declare."""
+"""Settings are checked when a record is built, by the ranges and choices that its fields
+declare."""
 
 from dataclasses import dataclass
 

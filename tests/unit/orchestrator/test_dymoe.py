@@ -219,7 +219,8 @@ def test_a_second_tier_is_needed():
 
 
 def test_a_share_that_the_schedule_cannot_reach_is_said():
-    """With 6 layers and 4 experts per token, the cosine schedule keeps at least 15 of 24 experts."""
+    """With 6 layers and 4 experts per token, the cosine schedule keeps at least 15 of 24
+    experts."""
     shape = make_shape(n_layers=6, k=4)
     least = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.0)).placement.depth.realised
     assert 0.5 < least < 0.75

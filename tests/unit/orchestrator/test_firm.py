@@ -313,7 +313,8 @@ def test_the_loss_counts_the_matrices_that_are_fetched(kinds, missed):
 
 
 def test_prompts_and_slots_are_dymoes_with_one_precision():
-    """FIRM has DyMoE's slots at every budget, and the same prefetches and streaming for a prompt."""
+    """FIRM has DyMoE's slots at every budget, and the same prefetches and streaming for a
+    prompt."""
     for share in (0.2, 0.55, 1.0):
         budget = int(share * SHAPE.all_slot_bytes())
         ours = firm(budget=budget)

@@ -64,7 +64,8 @@ def test_the_quickest_way_of_a_miss_is_named():
 
 @pytest.fixture
 def planned(model):
-    """Function that plans for a GPU of 1 GiB by default. more: scratch bytes beyond the estimate."""
+    """Function that plans for a GPU of 1 GiB by default. more: scratch bytes beyond the
+    estimate."""
     with ExpertModel.open(model) as opened:
 
         def plan(card=1 << 30, more=0, **settings):

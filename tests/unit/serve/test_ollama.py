@@ -161,7 +161,8 @@ MODEL = {"id": "m", "meta": {"size": 5, "n_params": 7_000_000_000, "ftype": "Q8_
 
 
 def test_the_model_is_described_as_ollama_does():
-    """The description has every field that Ollama's clients read, including times that they parse."""
+    """The description has every field that Ollama's clients read, including times that they
+    parse."""
     listing = json.dumps({"data": [MODEL]}).encode()
     served = FakeServed(
         whole(listing), whole(listing), whole(listing), whole(b'{"chat_template": "t"}')

@@ -21,7 +21,8 @@ LONG_S = 10 * HANG_S
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock the test moves forward, so no test depends on the machine's speed."""
+    """An event loop whose clock the test moves forward, so no test depends on the machine's
+    speed."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +139,8 @@ def rest(monkeypatch, seconds):
 
 
 async def all_of(parts, _request):
-    """All parts that are not empty. If a wake-up is lost, the producing thread fails after HANG_S."""
+    """All parts that are not empty. If a wake-up is lost, the producing thread fails after
+    HANG_S."""
     found, is_all = [], False
     while not is_all:
         text, is_all = await parts.next(None)

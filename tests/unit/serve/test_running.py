@@ -236,7 +236,8 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served):
 
 
 def assert_answers(served):
-    """Assert that a new client gets an answer after the server has noticed the closed connections."""
+    """Assert that a new client gets an answer after the server has noticed the closed
+    connections."""
     while True:
         with served.connected() as sock:
             sock.sendall(HEALTH + b"Connection: close\r\n\r\n")

@@ -1,4 +1,5 @@
-"""The sequence that a request gets: that of its conversation, or else the least recently used one."""
+"""The sequence that a request gets: that of its conversation, or else the least recently used
+one."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""Conversations of a server share one context, whose memory is taken from expert slots when used."""
+"""Conversations of a server share one context, whose memory is taken from expert slots when
+used."""
 
 import json
 import re
