@@ -1,4 +1,5 @@
-"""`moe-edge check` on converted families: every run gives llama.cpp's bits, within its promise."""
+"""`moe-edge check` on converted families: every run equals llama.cpp bit for bit and uses at most
+the planned memory."""
 
 import os
 
@@ -9,7 +10,7 @@ from orchestrator.lab.check import CheckOptions, examine
 
 from .families import FAMILIES
 
-# Read here: each test gets an environment without such variables.
+# Read at import, because the environment of each test lacks variables of this kind.
 ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
 
 

@@ -9,14 +9,14 @@ from gguf_tools.verify import verify
 from .families import FAMILIES
 from .running import managed_logits, our_logits
 
-# In standard deviations of the logits, the largest error. float32 throughout: only the order of
-# sums differs (3e-5 measured), in linear attention upstream's way to compute it (6e-4), and what is
-# rounded before GELU may be rounded the other way (1.5e-3).
+# Limits of the largest error, in standard deviations of the logits. Everything is float32, so only
+# the order of sums differs (3e-5 measured). Upstream computes linear attention in another way
+# (6e-4), and rounding before GELU may differ (1.5e-3).
 EXACT = 2e-4
 OTHERWISE = {"qwen3-next": 2e-3, "qwen3.5-moe": 2e-3, "gemma4": 5e-3}
-# As people run it, root mean square: ggml rounds activations to half precision before it
-# multiplies F16 weights, and keeps keys and values in it. Now and then that turns a close choice
-# of experts, so the largest error says little.
+# Limit of the root mean square error with default settings. ggml rounds activations to half
+# precision before it multiplies F16 weights, and stores keys and values in half precision.
+# Sometimes this changes a close choice of experts, so the largest error says little.
 HALF = 0.1
 
 
@@ -28,7 +28,7 @@ def test_tokens_are_theirs(name, case):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_theirs(name, case, float32_attention):
-    """Over the prompt and 16 decoded tokens, with room for a part of the experts."""
+    """For the prompt and 16 decoded tokens, with some of the experts resident."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
     float32_attention()
@@ -39,7 +39,7 @@ def test_logits_are_theirs(name, case, float32_attention):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_f16_tier_is_near_and_exports(name, case, tmp_path):
-    """As people run it; and the tier alone, in the plain path, gives the same bits."""
+    """With default settings. The exported tier gives the same bits on llama.cpp's own path."""
     made = case(name)
     found = managed_logits(made.packed, made.tokens, made.answer, "f16")
     assert np.sqrt(np.mean((found - made.logits) ** 2)) < HALF * made.logits.std()

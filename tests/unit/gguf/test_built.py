@@ -1,4 +1,4 @@
-"""Which of a wheel's libraries a processor gets."""
+"""The choice of a wheel's libraries by the processor's features."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ AVX2 = set(built.SETS["avx2"])
 
 @pytest.fixture
 def prebuilt(tmp_path, monkeypatch):
-    """The package as a wheel brings it, without its libraries."""
+    """The package as installed from a wheel, without its libraries."""
     for name in built.SETS:
         (tmp_path / "lib" / name).mkdir(parents=True)
     monkeypatch.setattr(built, "OWN", tmp_path)
@@ -61,7 +61,7 @@ def test_features_are_those_that_the_kernel_lists():
 
 
 def test_what_may_not_be_used_is_not_there():
-    """As in a virtual machine that hides it."""
+    """For example, in a virtual machine that hides the feature."""
     code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
     assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 

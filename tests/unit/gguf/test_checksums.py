@@ -1,4 +1,4 @@
-"""Checksums of packed files: every damage is found."""
+"""Checksums of packed files detect damage."""
 
 import hashlib
 import zlib
@@ -58,12 +58,12 @@ def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
 
 
 def test_checksums_that_do_not_fit(sound, tmp_path, ggml):
-    """One value less, with a length that says so."""
+    """One value less, in an array of the matching length."""
     copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
     with GGUFFile.open(copy) as file:
         count = len(file.metadata[KEY_CHECKSUMS])
         start, _ = file.value_spans[KEY_CHECKSUMS]
-    poke(copy, start + 4, (5).to_bytes(4, "little"))  # int32 in the place of uint32
+    poke(copy, start + 4, (5).to_bytes(4, "little"))  # int32 instead of uint32
     (sentence,) = texts(copy, ggml)
     assert f"key {KEY_CHECKSUMS}: expected {count} values of type uint32" in sentence
 

@@ -1,5 +1,5 @@
-"""`kill -9` at any moment: a file with the final name is whole, and what was left goes. An output
-never takes the place of a device, a pipe, a socket or a folder."""
+"""Writing that is killed (SIGKILL) at any point leaves complete files only. Outputs never replace
+devices, pipes, sockets or folders."""
 
 import fcntl
 import os
@@ -55,7 +55,8 @@ def test_killed_at_twenty_moments(kind, older, src, out, ggml):
 
 
 def test_two_at_once_do_not_meet(src, out, ggml):
-    """One stands still in the middle of its file while another starts, cleans up and ends."""
+    """One process is stopped in the middle of its file while another one starts, cleans up and
+    ends."""
 
     def first():
         pack(src, out, ["q8_0"], threads=1, ggml=ggml)
@@ -147,9 +148,9 @@ def make(kind, path):
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(path.name)  # its names are short
+            bound.bind(path.name)  # socket names must be short
     else:
-        try:  # the numbers of /dev/null: whoever writes to it harms nobody
+        try:  # the numbers of /dev/null, so that writing is harmless
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("a device node needs root")
@@ -178,7 +179,7 @@ def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
 
 
 def test_a_stream_that_leads_to_a_file_is_none(tmp_path):
-    """As /dev/stdout does where the shell sends it to a file."""
+    """/dev/stdout is such a link if the shell redirects it to a file."""
     link, further = tmp_path / "stdout", tmp_path / "further"
     with open(tmp_path / "file", "w") as file:
         link.symlink_to(f"/proc/self/fd/{file.fileno()}")

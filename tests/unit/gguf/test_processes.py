@@ -1,5 +1,5 @@
-"""Processes that this one starts end with what they are for; its pool of threads, and what it knows
-of itself."""
+"""Child processes end with their block. Also the pool of threads, and the peak memory of this
+process."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from gguf_tools.children import child
 from gguf_tools.progress import ProgressMeter
 from gguf_tools.workers import run_all
 
-HANG_S = 600  # only what hangs takes so long
+HANG_S = 600  # only a deadlock takes this long
 ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
 
@@ -45,7 +45,7 @@ def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             made.append(self)
-            # As from a signal: within held it waits for the end of the block.
+            # Like a signal: inside held() it waits for the end of the block.
             interrupts.hand_over(KeyboardInterrupt())
 
     monkeypatch.setattr(children.subprocess, "Popen", Late)
@@ -79,7 +79,7 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it():
 
 
 def test_peak_is_not_that_of_the_program_before():
-    """exec keeps getrusage's figure: a small program would show its big caller's."""
+    """exec keeps getrusage's peak, so a small program would show that of its large parent."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
     big = (
         "import os, sys; block = b'x' * (300 << 20); "

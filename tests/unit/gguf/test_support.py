@@ -1,4 +1,5 @@
-"""How a model can run is said before anything long begins: managed, plain, or not at all."""
+"""How a model can run is reported before long work: with a store, on llama.cpp's own path, or not
+at all."""
 
 import json
 import os
@@ -25,7 +26,7 @@ QUERIES = "blk.0.attn_q.weight"
 
 @pytest.fixture
 def lacking(packed, tmp_path):
-    """Whole, but without a tensor that llama.cpp wants."""
+    """A good file that lacks a tensor which llama.cpp needs."""
     return repack(packed, tmp_path / "odd.gguf", drop=[QUERIES])
 
 
@@ -36,7 +37,7 @@ def test_a_packed_model_can_be_managed(packed):
 
 
 def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
-    """No model that llama.cpp has does: a router stands for an expert's matrix here."""
+    """No model of llama.cpp does this. Here a router is treated as an expert matrix."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     result = run("verify", packed)
     assert result.exit_code == 0
@@ -63,7 +64,8 @@ def test_what_llama_does_not_load_cannot_run(packed, tmp_path, changes, reasons)
 
 
 def test_the_reason_is_heard_whoever_took_the_log(lacking):
-    """As llama_cpp's own logger does when it is imported late, and a benchmark of upstream."""
+    """Also if other code has replaced the log callback, such as llama_cpp's logger or a benchmark
+    of upstream."""
     bindings = Bindings.load()
     silent = bindings.api.llama_log_callback(lambda *_: None)
     bindings.api.llama_log_set(silent, None)
@@ -99,7 +101,7 @@ def test_a_process_that_says_nothing_is_no_verdict(packed, monkeypatch):
 
 
 def test_the_trial_leaves_the_caller_as_it_was(packed):
-    """Neither its handlers nor its stderr are the child's."""
+    """The child process changes neither signal handlers nor stderr of its parent."""
     before = signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)
     assert support_of(packed).runs == MANAGED
     assert (signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)) == before

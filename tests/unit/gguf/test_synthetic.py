@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def dequantize(kind, data):
-    """Weights [n] from blocks."""
+    """Weights [n] of the blocks."""
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(int(kind))).ravel()
 
 

@@ -1,4 +1,5 @@
-"""The writer against the gguf package's reader; complete files or none at all."""
+"""The GGUF writer, compared with the gguf package's reader. A file is complete or does not
+appear."""
 
 import os
 import shutil
