@@ -1,4 +1,4 @@
-"""What is captured is what the model's experts multiply."""
+"""Captured activations are the inputs of the model's expert matrices."""
 
 import shutil
 import tempfile
@@ -43,10 +43,11 @@ def test_inputs_and_ids_fit_each_other(capture, model, text, ggml):
                 gate, up = (stored(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
                 expected = silu(x @ gate.T) * (x @ up.T)
                 assert np.abs(hidden - expected).max() < 0.01 * np.abs(expected).max()
-                # The router's input is the experts' here: its softmax over the chosen ones.
+                # In this model, the router's input is the experts' input. The chosen experts have
+                # the highest logits.
                 logits = x @ router.T
                 chosen = np.take_along_axis(logits, seen.ids[token], axis=1)
-                # Experts whose logits are equal but for rounding may be either one's choice.
+                # Experts with nearly equal logits may be ordered differently.
                 highest = -np.sort(-logits, axis=1)[:, : seen.ids.shape[1]]
                 assert np.allclose(-np.sort(-chosen, axis=1), highest, atol=1e-3)
             assert seen.counts().sum() == seen.ids.size
@@ -92,7 +93,7 @@ def test_what_the_sink_raises_comes_out(capture, text):
 
     with pytest.raises(KeyError, match="stop"):
         capture.read(windows, [0], refuse)
-    # The next run is a new one.
+    # The next call starts from the beginning.
     seen: list[int] = []
     capture.read(windows[:1], [1], lambda layer, *_: seen.append(layer))
     assert seen == [1]

@@ -1,4 +1,4 @@
-"""Reading a text within a memory cap: the same numbers, with experts from the file."""
+"""Reading a text within a memory limit gives the same numbers, with experts read from the file."""
 
 import re
 
@@ -32,14 +32,14 @@ def seen_in(path, budget):
 
 
 def least(path):
-    """The smallest cap that works."""
+    """The smallest limit that works, in bytes."""
     with pytest.raises(BudgetError) as caught:
         seen_in(path, CalibrationBudget(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
 def test_what_is_seen_is_the_same(model):
-    """To the bit, in the smallest memory that works, which the error names."""
+    """Bit for bit, with the smallest limit, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
         seen_in(model, CalibrationBudget(small - 1, OWN))
@@ -93,7 +93,7 @@ def test_a_cap_is_for_a_text(model, tmp_path):
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
 def test_the_cap_that_is_named_works(model, tmp_path, command):
-    """Though with more memory several experts would be handled at once."""
+    """Even if with more memory several experts are handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     if command == "gptq":
@@ -103,7 +103,7 @@ def test_the_cap_that_is_named_works(model, tmp_path, command):
         args = ["calibrate", str(model), "--types=q2_k", "--out", str(tmp_path / "c.json")]
     args += ["--calib", str(text), "--calib-tokens=512", "--threads=3"]
     named = ["1 B"]
-    # A process that has refused keeps a little memory of it, and so has to name a little more.
+    # A process that refused keeps a little memory, so the next refusal may name a little more.
     for _ in range(4):
         done = CliRunner().invoke(cli, [*args, f"--ram={named[-1]}"])
         if done.exit_code == 0:

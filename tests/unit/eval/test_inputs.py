@@ -1,4 +1,4 @@
-"""Texts and questions from files, and what is wrong with them in one sentence."""
+"""Texts and questions from files, and errors of one sentence for bad ones."""
 
 import json
 import lzma
@@ -19,7 +19,7 @@ from orchestrator.lab.eval.text import (
 
 
 class Letters:
-    """An engine whose tokens are characters; begin: the begin token, where there is one."""
+    """An engine whose tokens are characters. begin: list with the begin token, or empty."""
 
     def __init__(self, begin):
         self.begin, self.n_ctx = begin, 1 << 20
@@ -140,7 +140,7 @@ def test_bad_questions(tmp_path, change, message):
 
 
 class Words:
-    """A tokenizer of words of four characters, which counts what it gets."""
+    """A tokenizer with words of four characters that counts the characters it gets."""
 
     def __init__(self):
         self.n_characters = 0

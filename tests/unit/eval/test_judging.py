@@ -1,4 +1,4 @@
-"""Judging with the real e, on a random-weight model of a few megabytes."""
+"""Evaluation with the real engine and a random-weight model of a few megabytes."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_rows_are_the_engines_logits(model):
 
 
 def test_rows_of_a_prompt_stay_where_they_are(model):
-    """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
+    """With a large vocabulary, a copy of a window's logits would take hundreds of MiB."""
     with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
         tokens = e.tokenize("The fox sat by the river and looked. " * 10)[:101]
         rows = Judge(e, prefill=True).rows(tokens, 3)
@@ -124,7 +124,7 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model, text):
     assert not reused["exact_tiers"]
 
 
-# The second one is what it was called, for scripts.
+# --tokens is the old name, kept for scripts.
 @pytest.mark.parametrize("option", ["--max-tokens", "--tokens"])
 def test_the_plain_path_has_no_store_to_report(model, text, option):
     result = evaluate(model, "--text", str(text), option, "20", "--prefill")

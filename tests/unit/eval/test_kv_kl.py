@@ -1,4 +1,4 @@
-"""What is measured by --kl: against which tier, with keys and values in 16 bits."""
+"""--kl compares with the named tier, with keys and values in 16 bits."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from orchestrator.lab.eval import EvalOptions, evaluate
 
 
 def asked(model, folder, kl_from=None, **settings):
-    """An evaluation of a short text, with its distance from another precision."""
+    """(configuration, options) for the evaluation of a short text with --kl."""
     text = folder / "text.txt"
     text.write_text("some words of a text, " * 20)
     usual: dict[str, Any] = {"ctx": 128, "threads": 1, "policy": "lru", "expert_ram": 2**22}

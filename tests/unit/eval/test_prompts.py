@@ -1,4 +1,5 @@
-"""Judging behind a prompt: what is read at once, what is decoded, and what a policy makes of it."""
+"""Scoring after a prompt: the prompt is read in steps of many tokens, the rest is decoded, and
+policies count both."""
 
 import json
 
@@ -102,15 +103,17 @@ def test_contexts_of_questions_are_prompts(model):
 
 
 def assert_counted(e, asked):
-    """What the policy knows is what these contexts, each with its continuations' tokens but the
-    last, used: of the latest one as a sequence that is in memory, its prompt with routing
-    weights."""
+    """Assert the policy's counts for these (context, continuation) pairs.
+
+    Earlier contexts and continuations are in the sum of past sequences, the latest in the running
+    sequence. The last token of a continuation is not counted. Only prompt tokens have gate weights.
+    """
     use, k = e.inside.policy.use, e.inside.model.n_expert_used
     *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
     assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
     assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()
-    # An answer's first token is the last one of its context, which is decoded; weights of the last
-    # layer are predictions.
+    # The first token of an answer is the last token of its context, which is decoded. The weights
+    # of the last layer are predictions.
     gates = use.sums[1].sum(axis=1)[:-1]
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""The form of all experiments: their names, their options, their tables."""
+"""Every experiment has the same form: names, options, tables."""
 
 import dataclasses
 
@@ -86,4 +86,5 @@ def test_text_fits_the_terminal_where_it_can():
     table.footnotes.append("  indented " + "word " * 40)
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
+    # indentation of the note plus that of continued lines
+    assert lines[-1].startswith("      word")

@@ -1,4 +1,5 @@
-"""The trace file: what is written is read back, and anything else is one sentence."""
+"""The trace file: reading returns what was written, and any other file is refused in one
+sentence."""
 
 import io
 import json
@@ -18,7 +19,7 @@ from orchestrator.policy import policy_class
 
 
 def written(path, arrays, header):
-    """A file with these arrays, whatever they are."""
+    """Write a file with these arrays and this header, without checks."""
     raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez_compressed(path, header=raw, **arrays)
     return path
@@ -125,7 +126,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         except TraceError as error:
             assert str(path) in str(error)
             refused += 1
-        else:  # in what a zip says about dates and the like
+        else:  # in zip fields without an effect, such as dates
             np.testing.assert_array_equal(found.arrays["ids"], trace.arrays["ids"])
     assert refused > 100
 
@@ -173,7 +174,7 @@ def test_the_name_of_the_model_is_shown_in_one_line(tmp_path):
 
 
 def test_the_version_before_is_read(tmp_path):
-    """What it has besides is left aside, whatever it is."""
+    """Its additional arrays are ignored, whatever they contain."""
     trace = random_trace(np.random.default_rng(0))
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
     found = read_trace(written(tmp_path / "t.npz", arrays, header_of(trace) | {"version": 8}))
@@ -271,7 +272,7 @@ def test_wrong_arrays(tmp_path, change, said):
 def test_an_event_beyond_the_last_layer(tmp_path):
     trace = random_trace(np.random.default_rng(0))
     ahead = trace.arrays["event_ahead"].copy()
-    ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3; the sum stays
+    ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3, with the same sum
     path = written(tmp_path / "t.npz", trace.arrays | {"event_ahead": ahead}, header_of(trace))
     with pytest.raises(TraceError, match="looks ahead beyond the last layer"):
         read_trace(path)

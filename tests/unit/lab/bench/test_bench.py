@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, the parts of a process, the machine, models and the loop."""
+"""Shared parts of all benchmarks: options, parts of a run, machine, models, and the loop."""
 
 import shutil
 import sys
@@ -41,7 +41,7 @@ def job(**changes):
 
 
 class Played:
-    """A model that computes nothing, and says what it was asked."""
+    """A model that computes nothing and records its calls."""
 
     def __init__(self):
         self.calls, self.forked, self.steps, self.resets = [], [], [], 0
@@ -88,11 +88,11 @@ def test_parts_end_in_time_and_leave_the_tokens_after_them_alone():
     assert [len(each["ms"]) for each in results] == [1, 1, MIN_STEPS, 1]
     patient = timed([prompt(16), settle(4, 60.0), decode(20, 60.0), prompt(8)])[1]
     assert calls[-1] == patient[-1]
-    assert calls[-1][1] == 0  # a prompt starts a conversation of its own
+    assert calls[-1][1] == 0  # a prompt starts a new conversation
 
 
 def test_each_sequence_gets_its_own_tokens():
-    """They fork from the prompt, and go on with pieces of their own."""
+    """All sequences fork from the prompt and continue with different tokens."""
     numbers = iter(range(10**6))
     model = Played()
     parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
@@ -103,12 +103,12 @@ def test_each_sequence_gets_its_own_tokens():
     assert model.resets == 1 and done[-1]["tokens"] == 6
     options = CapOptions(tokens=10, prompt_tokens=7, together=40)
     assert (options.sequences, options.n_ubatch) == (40, 40)
-    assert longest_context(options.parts()) == 512  # 7 + 16 + 40 * 10 cells
+    assert longest_context(options.parts()) == 512  # 7 + 16 + 40 * 10 KV cells
     assert longest_context(options.parts(), shared=False) == 256
 
 
 def test_a_part_has_what_the_store_counted_meanwhile():
-    """Of its own steps: waited for and ahead, by step."""
+    """Counters of the part's own steps: demand and prefetched bytes for each step."""
 
     class Store:
         calls = 3
@@ -158,7 +158,7 @@ def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "memory_folders", lambda: [])
     with host.memory_group(2**20) as group:
         assert group == "no memory cgroup is mounted here"
-    # A plain folder has no limit file: writing one fails as it does without permission.
+    # In a plain folder the limit file cannot be written, as without permission.
     monkeypatch.setattr(host, "memory_folders", lambda: [tmp_path / "missing"])
     with host.memory_group(2**20) as group:
         assert isinstance(group, str)

@@ -1,4 +1,4 @@
-"""`moe-edge bench paired`: what the two sides are told, their turns, and the ratio."""
+"""`moe-edge bench paired`: settings of the two sides, their turns, and the ratio."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_what_is_no_setting_is_refused(word):
 
 
 class Played:
-    """A side that computes nothing, and says when it was asked."""
+    """A side that computes nothing and records its calls."""
 
     def __init__(self, name, asked, steps):
         self.name, self.asked, self.steps, self.ms = name, asked, steps, []

@@ -1,4 +1,5 @@
-"""What studies see of a model that reads: the same within a cap on memory, which they keep to."""
+"""Activations that studies record: equal with and without a memory limit, and read within the
+limit."""
 
 import pytest
 from click.testing import CliRunner

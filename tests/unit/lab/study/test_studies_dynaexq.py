@@ -1,4 +1,5 @@
-"""How a text is divided, the arithmetic of what is won back, and hot sets."""
+"""Studies of DynaExq: halves of a text, the share of the loss that is recovered, and fixed hot
+sets."""
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def subject(model, text):
 
 
 def fixed(subject, n_high, used):
-    """The text with a hot set that never changes."""
+    """Score of the text with a hot set that never changes."""
     settings = Residency(subject).settings(n_high, **NEVER)
     with subject.open(settings, used) as e:
         return subject.score(e, "")
@@ -72,5 +73,5 @@ def test_uses_are_what_was_routed(subject):
     assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
     hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))
     n_hot = np.sort(found, axis=1)[:, -2:].sum() / found.sum()
-    assert hottest.high == pytest.approx(n_hot, abs=0.02)  # routing moves with precision
+    assert hottest.high == pytest.approx(n_hot, abs=0.02)  # routing changes with precision
     assert coldest.high < n_hot
