@@ -95,7 +95,7 @@ def made(tmp_path_factory, library):
     return folder, groups, routers
 
 
-def test_all_experts_are_the_dense_model(made):
+def test_all_experts_together_equal_the_dense_model(made):
     folder, _, _ = made
     cut = windows(3, 3)
     models = [folder / "k4.gguf", folder / "k3.gguf"]
@@ -112,7 +112,7 @@ def test_every_neuron_is_in_one_group(made):
         assert sorted([*group.shared, *group.experts.ravel()]) == list(range(N_FF))
 
 
-def test_the_router_chooses_what_contributes(made):
+def test_the_router_chooses_experts_that_contribute_most(made):
     """The output of the dense FFN loses less without the experts that the router ranks last than
     without those that it ranks first."""
     folder, groups, routers = made
@@ -137,7 +137,7 @@ def test_the_sparse_model_is_a_model_with_experts(made):
         assert (model.n_layers, model.n_expert, model.n_expert_used) == (N_LAYERS, 4, 3)
 
 
-def test_balanced_groups_find_what_fires_together():
+def test_balanced_groups_contain_neurons_that_are_active_together():
     rng = np.random.default_rng(2)
     patterns = rng.random((4, 50)) < 0.2
     owner = rng.permutation(np.repeat(np.arange(4), 16))
@@ -147,7 +147,7 @@ def test_balanced_groups_find_what_fires_together():
     assert all(len(set(owner[group])) == 1 for group in groups)
 
 
-def test_a_full_group_takes_no_more():
+def test_a_full_group_takes_no_more_points():
     """If a pattern is more common than a group is large, the other patterns still stay together."""
     rng = np.random.default_rng(4)
     patterns = rng.random((3, 60)) < 0.2

@@ -42,7 +42,7 @@ def everything_put_back():
 
 
 @pytest.mark.usefixtures("listening")
-def test_an_interrupt_in_a_callback_is_raised_behind_the_call():
+def test_an_interrupt_in_a_callback_is_raised_after_the_call():
     after: list[str] = []
 
     def call():
@@ -61,7 +61,7 @@ def test_an_interrupt_in_a_callback_is_raised_behind_the_call():
 
 
 @pytest.mark.usefixtures("listening")
-def test_what_ctypes_would_print_is_raised_behind_the_call(capfd):
+def test_an_exception_in_a_callback_is_raised_after_the_call(capfd):
     def call():
         raise KeyError("odd")
 
@@ -71,7 +71,7 @@ def test_what_ctypes_would_print_is_raised_behind_the_call(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_callback_that_nobody_holds_is_not_interrupted():
+def test_a_callback_outside_of_held_is_not_interrupted():
     done = []
 
     @interrupts.called_from_c
@@ -160,7 +160,7 @@ def test_an_interrupt_that_a_destructor_swallowed_comes_again():
             time.sleep(60)
 
 
-def test_it_takes_the_place_of_the_error_that_it_caused():
+def test_an_interrupt_replaces_the_error_that_it_caused():
     with pytest.raises(KeyboardInterrupt), interrupts.held():
         press()
         raise ValueError("the step failed")
@@ -169,7 +169,7 @@ def test_it_takes_the_place_of_the_error_that_it_caused():
         raise ValueError("the step failed")
 
 
-def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
+def test_a_second_interrupt_does_not_disturb_cleanup(monkeypatch):
     monkeypatch.setattr(interrupts, "FORCE_AFTER_S", 600)
     ended = []
     with pytest.raises(KeyboardInterrupt), interrupts.listening():
@@ -181,7 +181,7 @@ def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
     assert ended == [1]
 
 
-def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(tmp_path, monkeypatch):
+def test_an_interrupt_during_creation_removes_the_file(tmp_path, monkeypatch):
     create = unfinished.create
 
     def interrupted(*args):
@@ -221,7 +221,7 @@ def test_without_a_command_no_file_is_the_last_one(tmp_path):
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_pool_ends_soon_and_whole():
+def test_a_pool_ends_soon_and_completes_running_jobs():
     begun, ended = [], []
 
     def work(number):
@@ -239,7 +239,7 @@ def test_a_pool_ends_soon_and_whole():
     interrupts.forget()
 
 
-def test_other_threads_are_left_alone():
+def test_other_threads_get_no_interrupt():
     """In other threads, such as a server's, signals do not arrive, but exceptions of callbacks are
     raised."""
     caught: list[BaseException] = []
@@ -258,7 +258,7 @@ def test_other_threads_are_left_alone():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_removes_what_was_begun(tmp_path, number):
+def test_a_terminating_signal_removes_unfinished_files(tmp_path, number):
     """Unlike Ctrl-C in a chat, such a signal cannot be ignored by the program. It also works if
     SIGINT is ignored."""
     ended = []

@@ -73,7 +73,7 @@ def test_the_best_substitute_loses_least():
     assert left == pytest.approx(1 - max(correlations), abs=1e-5)
 
 
-def test_outputs_are_the_models(model):
+def test_expert_outputs_follow_the_formula(model):
     """An expert's output is that of the formula, for both layers."""
     _, experts, _ = model
     x = np.random.default_rng(1).normal(size=(3, N_EMBD)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_outputs_are_the_models(model):
         assert np.allclose(experts.outputs(at, x)[0, 1], expected, atol=1e-4)
 
 
-def test_nothing_is_lost_where_all_is_resident(model):
+def test_nothing_is_lost_if_all_experts_are_resident(model):
     path, experts, layers = model
     every = [s.Layer(np.ones(4, bool), *_others(each)) for each in layers]
     (record,) = s.measure(path, experts, every, windows(7, 1), [], 1e9)
@@ -97,7 +97,7 @@ def _others(each):
     return each.factors, each.correlations, each.scores, each.spread
 
 
-def test_a_window_at_once_is_a_window_token_by_token(model):
+def test_reading_a_window_in_one_step_equals_decoding_it(model):
     path, experts, layers = model
     at_once, stepped = (
         s.measure(path, experts, layers, windows(7, 1), [], 1e9, stepped)[0]

@@ -5,7 +5,7 @@ from orchestrator.cli.options import demo_model
 from orchestrator.cost.losses import default_path, load
 
 
-def test_the_demo_knows_what_its_precisions_lose():
+def test_the_demos_loss_table_matches_its_file():
     """The table belongs to this file, and its KL factors are fitted for all tiers."""
     with ExpertModel.open(demo_model()) as model:
         table = load(default_path(model.path), model)

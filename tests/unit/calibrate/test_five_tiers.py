@@ -50,7 +50,7 @@ def decode(model, **options):
         return np.stack([e.eval([t], at, phase=Phase.DECODE)[-1] for at, t in enumerate(tokens)])
 
 
-def test_it_is_sound_and_says_its_bits(packed):
+def test_the_file_passes_verify_and_shows_its_tiers(packed):
     path, tiers, method = packed
     assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 0
     shown = CliRunner().invoke(cli, ["inspect", str(path)]).output

@@ -31,7 +31,7 @@ def gathered(model, tmp_path_factory):
         return gather(capture, facts, calibration), calibration.windows
 
 
-def test_sums_are_the_plain_ones(gathered, model):
+def test_sums_equal_a_simple_computation(gathered, model):
     """Sums computed token by token in double precision."""
     imatrix, windows = gathered
     n = 8
@@ -63,7 +63,7 @@ def test_inputs_of_each_slot_go_to_their_expert():
     assert sum_squares(values[:, :1], ids, 4).ravel().tolist() == [1, 9, 1 + 9, 0]
 
 
-def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
+def test_a_written_file_has_upstreams_format(gathered, tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf: pip install -e '.[dev]'")
     imatrix, windows = gathered
     path = tmp_path / "m.imatrix.gguf"

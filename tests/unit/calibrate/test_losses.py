@@ -120,7 +120,7 @@ def test_an_expert_without_a_token_has_no_loss(table):
     assert "saw no token" in table.render()
 
 
-def test_the_best_tier_is_the_reference_where_there_is_no_other(files, text, tmp_path):
+def test_the_best_tier_is_the_default_reference(files, text, tmp_path):
     packed, out = files[0], tmp_path / "own.json"
     result = run(packed, "--calib", text, "--types", "", "--calib-tokens", 300, "--out", out)
     assert result.exit_code == 0, result.output
@@ -159,7 +159,7 @@ MOVED = {
 }
 
 
-def test_factors_and_scales_explain_what_was_measured():
+def test_factors_and_scales_fit_exact_measurements():
     """An exact solution exists: the first window is twice as sensitive as the second, and the last
     layer counts twice. The unit of the losses does not change scales and error."""
     unusual = np.array([0.0, 0.5])
@@ -214,7 +214,7 @@ def measure(packed, text, out):
 
 
 @pytest.mark.parametrize("after", ["table", "skip in parts", "skip"])
-def test_an_interrupted_run_goes_on(after, files, text, tmp_path, monkeypatch):
+def test_an_interrupted_run_continues(after, files, text, tmp_path, monkeypatch):
     """The continued run gives the same numbers as an uninterrupted one, and repeats no pass."""
     packed, out = files[0], tmp_path / "t.json"
     whole = measure(packed, text, out)
@@ -241,7 +241,7 @@ def test_an_interrupted_run_goes_on(after, files, text, tmp_path, monkeypatch):
         assert not tables.Kept(model, {}).went_on
 
 
-def test_what_was_interrupted_in_its_first_pass_begins_anew(files, text, tmp_path, monkeypatch):
+def test_a_run_interrupted_in_its_first_pass_restarts(files, text, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -254,7 +254,7 @@ def test_what_was_interrupted_in_its_first_pass_begins_anew(files, text, tmp_pat
     assert not notes
 
 
-def test_it_is_the_same_in_little_memory(files, text, tmp_path, monkeypatch):
+def test_little_memory_gives_the_same_losses(files, text, tmp_path, monkeypatch):
     """With steps of one window and experts that are read for each step, random draws differ and
     errors stay equal."""
     packed = files[0]
@@ -291,7 +291,7 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_
     assert scored == [[1, 1]] * 3
 
 
-def test_by_importance(files, text, tmp_path):
+def test_losses_with_method_imatrix(files, text, tmp_path):
     """Importance comes from the inputs of the same text, so the total loss is lower."""
     packed, _ = files
     found = []
@@ -307,7 +307,7 @@ def test_by_importance(files, text, tmp_path):
     assert [table.method for table in found] == ["rtn", "imatrix"]
 
 
-def test_an_importance_matrix_instead(files, text, tmp_path):
+def test_save_imatrix_writes_an_importance_matrix(files, text, tmp_path):
     packed, out = files[0], tmp_path / "m.gguf"
     result = run(packed, "--calib", text, "--save-imatrix", out)
     assert result.exit_code == 0, result.output

@@ -137,7 +137,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
     assert CliRunner().invoke(cli, ["verify", str(first)]).exit_code == 0
 
 
-def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggml, tmp_path):
+def test_lower_tiers_are_quantized_again_and_the_metadata_says_how(small, text, ggml, tmp_path):
     plain, weighted, less = (tmp_path / f"{name}.gguf" for name in ("a", "b", "c"))
     pack(small, plain, ["q8_0", "q2_k"], ggml=ggml)
     options = ("--method", "imatrix", "--calib", text)

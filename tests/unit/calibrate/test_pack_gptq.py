@@ -106,7 +106,9 @@ def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
     assert "quantized by gptq; calibration: calib.txt" in shown
 
 
-def test_threads_and_what_is_kept_change_nothing(packed, small, words, tmp_path, monkeypatch):
+def test_threads_and_kept_factors_do_not_change_the_file(
+    packed, small, words, tmp_path, monkeypatch
+):
     """The file is the same with three threads and two passes over the text. Gate and up of an
     expert and all its tiers share a factor, even if only one factor is kept."""
     asked: list[int] = []
@@ -133,7 +135,7 @@ def test_threads_and_what_is_kept_change_nothing(packed, small, words, tmp_path,
     assert out.read_bytes() == packed[0].read_bytes()
 
 
-def test_factors_beyond_a_limit_are_made_again(torch, small, words, ggml, monkeypatch):
+def test_factors_beyond_the_limit_are_computed_again(torch, small, words, ggml, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
@@ -171,7 +173,7 @@ def test_an_expert_that_saw_nothing(packed, small, words, ggml):
                 assert np.array_equal(found, plain) == (kind == DOWN)
 
 
-def test_a_layer_out_of_its_turn(torch, small, text, ggml):
+def test_layers_must_be_requested_in_order(torch, small, text, ggml):
     with computing(), Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, text).windows
         quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)

@@ -38,7 +38,7 @@ def least(path):
     return caught.value.needed_bytes
 
 
-def test_what_is_seen_is_the_same(model):
+def test_a_memory_limit_does_not_change_the_inputs(model):
     """Bit for bit, with the smallest limit, which the error names."""
     small = least(model)
     with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
@@ -66,7 +66,7 @@ def test_a_damaged_expert_is_named(model, tmp_path):
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
-def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
+def test_a_limit_that_is_too_small_is_refused(model, tmp_path, more):
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     command, *rest = more
@@ -83,7 +83,7 @@ def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-def test_a_cap_is_for_a_text(model, tmp_path):
+def test_a_limit_without_a_text_is_refused(model, tmp_path):
     result = CliRunner().invoke(
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
@@ -92,7 +92,7 @@ def test_a_cap_is_for_a_text(model, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
-def test_the_cap_that_is_named_works(model, tmp_path, command):
+def test_the_minimum_that_a_refusal_names_works(model, tmp_path, command):
     """Even if with more memory several experts are handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)

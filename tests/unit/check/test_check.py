@@ -86,7 +86,7 @@ def test_a_good_model(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_another_tier_is_found(model, monkeypatch):
+def test_a_wrong_precision_is_reported(model, monkeypatch):
     """If a run uses another precision, the report names the first different token, the first
     different layer and the size of the difference."""
 
@@ -147,7 +147,7 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_a_promise_that_is_broken(model, monkeypatch):
+def test_memory_above_the_plan_is_reported(model, monkeypatch):
     from orchestrator.lab.check.budgets import run_job
 
     def swollen(job):
@@ -161,7 +161,7 @@ def test_a_promise_that_is_broken(model, monkeypatch):
     assert "minimum (lru): used" in said and "more than planned" in said
 
 
-def test_a_cut_file(model, tmp_path):
+def test_a_truncated_file_is_reported(model, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
@@ -172,7 +172,7 @@ def test_a_cut_file(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_damage_that_runs(model, tmp_path):
+def test_damage_that_still_computes_is_reported(model, tmp_path):
     """A NaN scale is reported by the file check and by the comparison of logits."""
     damaged = tmp_path / "nan.gguf"
     data = bytearray(model.read_bytes())
@@ -190,7 +190,7 @@ def test_damage_that_runs(model, tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_no_experts(tmp_path):
+def test_a_model_without_experts_is_reported(tmp_path):
     path = tmp_path / "dense.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -203,7 +203,7 @@ def test_no_experts(tmp_path):
     assert len(report["problems"]) == 1 and "no expert" in report["problems"][0]
 
 
-def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
+def test_a_model_that_runs_only_on_llama_cpps_own_path_is_reported(tiny_model, monkeypatch):
     from orchestrator.native import llama
 
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     assert report["words"]["lost"] == []
 
 
-def test_too_little_memory(model):
+def test_too_little_memory_is_reported(model):
     report = look(model, ram=1 << 20)
     assert any("--ram 1 MiB is too small" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
@@ -247,7 +247,7 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
+def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
     """--max-loss chooses the plan once, with the whole limit, before the check's own memory is
     subtracted. With another limit another plan might be chosen and stored."""
     own, ram = 40 << 20, 200 << 20
@@ -288,7 +288,7 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
 
 
-def test_what_is_larger_than_the_cap_is_mapped(model):
+def test_a_model_above_the_limit_is_mapped(model):
     config = Config.build(model=model, ram=32 << 20, ctx=256, threads=1)
     assert budgets.plain(config, model, Machine(8 << 30)).use_mmap is True
     roomy = config.with_changes(ram=1 << 30)

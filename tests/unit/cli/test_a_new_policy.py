@@ -113,7 +113,7 @@ def moe_edge(folder, *args):
     return python("-c", PROGRAM, folder, *args)
 
 
-def test_its_option_and_its_help(folder):
+def test_options_and_help_of_a_new_policy(folder):
     said = " ".join(moe_edge(folder, "chat", "--help-all").stdout.split())
     assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
     assert "Policy stripes: --stripe N How many experts beside each other share a tier." in said
@@ -130,12 +130,12 @@ def test_its_option_and_its_help(folder):
     ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
     ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
-def test_its_checks(folder, model, options, said):
+def test_checks_of_a_new_policy(folder, model, options, said):
     done = moe_edge(folder, "chat", "-m", model, "-p", "hello", *options.split())
     assert done.returncode in (1, 2) and done.stdout == "" and said in done.stderr
 
 
-def test_its_mode_line_and_its_mix(folder, model):
+def test_status_line_and_tier_fractions_of_a_new_policy(folder, model):
     done = moe_edge(
         *(folder, "chat", "-m", model, "-p", "hello there", "--json", "--seed", 5),
         *("--policy", "stripes", "--stripe", 3, "--max-tokens", 100, "--expert-ram", "64MiB"),
@@ -154,7 +154,7 @@ def test_its_mode_line_and_its_mix(folder, model):
     assert set(told["first"]) == {0, 1, 2}  # by transitions between any two tiers
 
 
-def test_its_trace_and_its_replay(folder, model, tmp_path):
+def test_trace_and_replay_of_a_new_policy(folder, model, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "t.npz"
     text.write_text("a text of some words, " * 20)
     done = moe_edge(

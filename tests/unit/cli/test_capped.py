@@ -25,13 +25,13 @@ def known(library, tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["chat", "chat, --max-loss", "eval --kl", "calibrate", "doctor"])
-def test_a_command_stays_within_its_cap(known, name):
+def test_a_command_stays_within_its_memory_limit(known, name):
     found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err
     assert 0 < found.peak_bytes <= RAM
 
 
-def test_a_chat_keeps_to_the_least_that_it_names(known):
+def test_a_chat_stays_within_the_smallest_ram_that_it_names(known):
     """With the smallest --ram, all memory is planned, including pages of libraries, so a plan that
     is too small would fail. The prompt needs the scratch of a whole micro-batch."""
     line = capped.Line([*known["chat, dynaexq"].args, "--json", "--threads=1"])
@@ -60,7 +60,7 @@ def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch):
+def test_a_server_stays_within_the_smallest_ram_that_it_names(known, tmp_path, monkeypatch):
     """Three clients at once. The peak includes pages of libraries. This model leaves a sixth of
     --ram unused, the demo model 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
@@ -76,7 +76,7 @@ def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch)
     assert 0.55 * ram < found.peak_bytes + found.library_bytes <= ram
 
 
-def test_who_takes_more_is_ended(known):
+def test_a_process_above_the_limit_is_killed(known):
     """Without --ram the same command exceeds the cgroup's limit and is killed."""
     found = capped.run(known["eval"].args, 24 << 20)
     assert found.status == -9

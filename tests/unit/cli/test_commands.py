@@ -74,7 +74,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["-p", "x", "extra"], None, 2, "", "the model is given twice, as extra and -m x.gguf"),
 )
-def test_one_shot(opened, args, stdin, status, stdout, stderr):
+def test_one_answer(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
     assert (result.exit_code, result.stdout) == (status, stdout)
     if stderr:
@@ -110,7 +110,7 @@ def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
     assert twice.exit_code == 2 and "the model is given twice" in twice.stderr
 
 
-def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
+def test_plan_and_check_use_the_configuration_of_chat(monkeypatch):
     """Commands that show or test the plan use the same configuration as chat."""
     asked = []
 
@@ -214,7 +214,7 @@ def test_a_constraint_that_is_wrong_is_refused_before_the_model_loads(
     assert result.exit_code != 0 and said in result.stderr and opened == []
 
 
-def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
+def test_the_default_model_is_the_demo(opened, monkeypatch, tmp_path):
     package = tmp_path / "site/orchestrator/cli/options.py"
     monkeypatch.setattr(module, "__file__", str(package))
     monkeypatch.chdir(tmp_path)

@@ -35,7 +35,7 @@ class Screen(io.StringIO):
 
 
 @cases("share, shown", (None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, "))
-def test_what_is_reported_once_is_shown_and_counts_the_seconds(monkeypatch, share, shown):
+def test_a_single_report_is_shown_with_the_elapsed_seconds(monkeypatch, share, shown):
     """Reports before work without further reports, such as a measurement in another process, are
     shown with the seconds since then."""
     screen = Screen()

@@ -24,7 +24,7 @@ ENDLESS = ("-m", "x.gguf", "-p", "endless")
     # Without escape codes and statistics.
     (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
-def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
+def test_a_pipe_gets_only_the_answer(args, stdin, stdout):
     result = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True)
     assert (result.returncode, result.stdout.decode(), result.stderr) == (0, stdout, b"")
 

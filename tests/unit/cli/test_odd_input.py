@@ -53,7 +53,7 @@ EITHER = "give either --text FILE or -p TEXT"
     # A trained model has its own routing.
     ("bench ablation --shape demo --routing uniform", "--routing has no effect with --shape demo"),
 )
-def test_what_makes_no_sense_is_refused(words, said):
+def test_options_without_effect_are_refused(words, said):
     assert said in refused(*words.split())
 
 
@@ -83,7 +83,7 @@ def test_what_makes_no_sense_is_refused(words, said):
     ("bench ablatoin", "did you mean ablation?"),
     ("chat --rma 8GiB", "--ram"),
 )
-def test_words_that_are_no_command(words, said):
+def test_wrong_command_lines_are_refused(words, said):
     result = run(*shlex.split(words))
     assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
 
@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_beside_a_model_that_cannot_be_written_names_out(tmp_path, monkeypatch):
+def test_an_unwritable_table_next_to_a_model_suggests_out(tmp_path, monkeypatch):
     def read_only(path):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 

@@ -102,6 +102,6 @@ def test_the_order_of_the_table():
     (["--plot", "x.png"], "--plot draws the plans of one model"),
     (["x.gguf", "-m", "y.gguf"], "the model is given twice"),
 )
-def test_what_needs_a_model_says_so(args, said, machine):
+def test_options_that_need_a_model_are_refused(args, said, machine):
     result = plan(*args)
     assert result.exit_code != 0 and said in result.stderr and not machine

@@ -191,14 +191,14 @@ def test_a_conversation_goes_on_in_another_process(model, tmp_path):
     assert len((folder / "last.jsonl").read_text().splitlines()) == 4
 
 
-def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
+def test_a_conversation_that_is_not_kept_is_reported_at_the_end(model, tmp_path):
     limit = "--prompt-cache-limit=1000B"
     code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
     assert code == 0
     assert said.startswith("A conversation of ") and said.count("\n") == 1
 
 
-def test_there_is_something_to_resume(model, tmp_path):
+def test_resume_without_a_saved_conversation_is_refused(model, tmp_path):
     code, _, said = chat(model, "--resume", "-p", "x")
     assert code == 1 and said.startswith("Error: --resume: there is no saved conversation in ")
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")

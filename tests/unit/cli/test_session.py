@@ -54,7 +54,7 @@ def test_an_answer_joins_the_conversation():
     assert session.messages == [SYSTEM_BRIEF]
 
 
-def test_another_answer_takes_the_place_of_the_last():
+def test_a_repeated_answer_replaces_the_last_one():
     session = make()
     list(session.answer("hello"))
     list(session.answer("more"))
@@ -67,7 +67,7 @@ def test_another_answer_takes_the_place_of_the_last():
 
 
 @pytest.mark.parametrize("text", ["fail", "silence"])
-def test_an_answer_stays_where_another_fails(text):
+def test_the_old_answer_stays_if_its_repetition_fails(text):
     session = make()
     session.messages = turns(text, "old")
     with suppress(GGUFError):
@@ -118,7 +118,7 @@ def test_an_abandoned_answer_restores_the_signal_handler():
     assert session.messages[-1] == {"role": "assistant", "content": "0 "}
 
 
-def test_the_oldest_exchanges_leave_a_full_context():
+def test_the_oldest_messages_are_left_out_of_a_full_context():
     session = make(ctx=160, max_tokens=40, system="Be brief.")
     for number in range(40):
         list(session.answer(f"message number {number} of forty"))
@@ -202,7 +202,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
     ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
     (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
 )
-def test_what_is_written_is_read(tmp_path, written, read):
+def test_a_written_conversation_is_read_back(tmp_path, written, read):
     path = tmp_path / "saved.jsonl"
     write_conversation(path, written)
     assert read_conversation(path) == read
@@ -225,14 +225,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_anything_else_is_one_sentence(tmp_path, name):
+def test_other_files_are_refused(tmp_path, name):
     path = tmp_path / "wrong.jsonl"
     path.write_bytes(WRONG[name])
     with pytest.raises(ConfigError, match=r"wrong\.jsonl: this is no conversation"):
         read_conversation(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
         read_conversation(tmp_path / "gone.jsonl")
 

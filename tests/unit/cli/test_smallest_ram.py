@@ -49,7 +49,7 @@ def refusal(words):
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_works_and_less_is_refused(
+def test_the_smallest_ram_works_and_2_mib_less_is_refused(
     shape, front_end, models, library, user_folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -40,7 +40,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(start, tmp_path):
     assert messages[1]["content"].startswith("0 1 2 3 4 5 6 7")
 
 
-def test_ctrl_c_while_loading_leaves(tmp_path):
+def test_ctrl_c_while_loading_exits(tmp_path):
     with Terminal("-m", "endless.gguf", home=tmp_path) as terminal:
         terminal.wait(r"Loading 1 GiB of weights \[#+-*\] +\d+ %")
         terminal.send(CTRL_C)
@@ -212,7 +212,7 @@ def test_every_command(start):
     assert "Traceback" not in terminal.raw
 
 
-def test_a_file_stands_before_one_message(start, tmp_path):
+def test_read_adds_a_file_to_the_next_message(start, tmp_path):
     terminal = start(columns=400)
     text = tmp_path / "a text.txt"
     text.write_text("Grüße\n")
@@ -255,7 +255,7 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     assert "6 messages written" in terminal.ask("/save ~/talk.jsonl")
 
 
-def test_what_was_forgotten_is_not_resumed(start, tmp_path):
+def test_a_reset_conversation_is_not_resumed(start, tmp_path):
     terminal = start("-m", "x.gguf", "--prompt-cache", str(tmp_path))
     terminal.ask("hello")
     assert (tmp_path / "last.jsonl").exists()
@@ -305,7 +305,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     ("--json", b"hello"),
     ("", b"hello"),
 )
-def test_what_is_not_kept(start, tmp_path, monkeypatch, args, stdin):
+def test_chats_that_are_not_saved(start, tmp_path, monkeypatch, args, stdin):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     args = ("-m", "x.gguf", *args.split())

@@ -44,7 +44,7 @@ def done(*args):
     return result.stdout
 
 
-def test_replay_prints_the_policy_beside_its_baselines(recorded):
+def test_replay_prints_the_policy_and_its_baselines(recorded):
     said = done("replay", recorded)
     table, policy = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]

@@ -15,7 +15,7 @@ ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_good(name, case, monkeypatch):
+def test_check_finds_no_problem_in_a_family(name, case, monkeypatch):
     if not ALL and name != "gpt-oss":
         pytest.skip("starts nine processes: set MOE_EDGE_SLOW=1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")

@@ -21,13 +21,13 @@ HALF = 0.1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_theirs(name, case):
+def test_tokens_equal_the_original_tokenizers(name, case):
     made = case(name)
     assert made.tokens == made.their_tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_theirs(name, case, float32_attention):
+def test_logits_equal_those_of_transformers(name, case, float32_attention):
     """For the prompt and 16 decoded tokens, with some of the experts resident."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
@@ -48,7 +48,7 @@ def test_f16_tier_is_near_and_exports(name, case, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_file_is_sound(name, case):
+def test_the_converted_file_passes_verify(name, case):
     report = verify(case(name).packed, threads=1)
     assert report.problems == []
     assert report.tiers == ["f32", "f16"]

@@ -318,7 +318,7 @@ def test_a_damaged_checkpoint(folder, name):
     {"a.weight": "F8_E5M2", "a.qscale_weight": "F32"},
     {"a.weight": "BF16", "a.bias": "F32"},
 )
-def test_scales_that_are_there(tmp_path, dtypes):
+def test_weights_with_all_scales_are_accepted(tmp_path, dtypes):
     settings = {"quantization_config": {"quant_method": "fp8"}}
     check_quantization(tmp_path, settings, dtypes, is_mlx=False)
     check_quantization(tmp_path, {"text_config": settings}, dtypes, is_mlx=False)
@@ -402,7 +402,7 @@ def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
     ({"chat_template.json": '{"chat_template": "other"}'}, "old"),
     ({}, "old"),
 )
-def test_a_template_in_a_file_of_its_own_wins(folder, tmp_path, files, template):
+def test_a_template_in_its_own_file_takes_precedence(folder, tmp_path, files, template):
     """As in transformers, it takes precedence over tokenizer_config.json."""
     change_json(folder / "tokenizer_config.json", chat_template="old")
     for name, text in files.items():
@@ -412,7 +412,7 @@ def test_a_template_in_a_file_of_its_own_wins(folder, tmp_path, files, template)
     assert metadata["tokenizer.chat_template"] == template and not said
 
 
-def test_further_templates_are_kept_beside_it(folder, tmp_path):
+def test_additional_templates_are_kept(folder, tmp_path):
     change_json(folder / "tokenizer_config.json", chat_template="old")
     (folder / "chat_template.jinja").write_text("new")
     (folder / "additional_chat_templates").mkdir()
@@ -474,7 +474,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
     assert trace.exists()
 
 
-def test_a_source_that_is_no_checkpoint_of_experts(tmp_path):
+def test_sources_that_are_not_a_checkpoint_with_experts(tmp_path):
     assert "does not exist" in said(tmp_path / "none")
     (tmp_path / "text.txt").write_text("x")
     assert "not a folder" in said(tmp_path / "text.txt")

@@ -18,5 +18,5 @@ GATINGS = {
 
 
 @pytest.mark.parametrize("name", GATINGS)
-def test_the_next_routers_are_asked(name, case):
+def test_predictions_equal_the_next_routers_choices(name, case):
     routers.check(case(name).packed, TOKENS, GATINGS[name])

@@ -39,7 +39,7 @@ def rules(pre, kind="BPE", normalizer=None):
     ("{", None),
     ("", None),
 )
-def test_rules(content, expected, tmp_path):
+def test_pre_tokenizers_are_recognised_by_their_rules(content, expected, tmp_path):
     """content: JSON or text of tokenizer.json; an empty text means no file."""
     if content != "":
         text = content if isinstance(content, str) else json.dumps(content)

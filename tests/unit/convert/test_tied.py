@@ -77,7 +77,7 @@ def test_odd_sizes_and_tied_embeddings(name, tmp_path, float32_attention):
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_tied_where_llama_cpp_wants_two_matrices(name, tmp_path):
+def test_tied_embeddings_for_architectures_with_an_output_matrix(name, tmp_path):
     model = write(name, tmp_path, tie_word_embeddings=True)
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     convert(tmp_path / "hf", tmp_path / "f16.gguf", ["f16"], threads=1)

@@ -39,7 +39,7 @@ def serving(made, **settings):
 
 
 @UNCUT
-def test_turns_and_other_conversations(name, case):
+def test_each_turn_reads_only_its_new_tokens(name, case):
     with serving(case(name)) as ask:
         first = FIRST + ask(FIRST)[1]
         assert ask(first + QUESTION[:30])[0] == 31  # the last token of an answer was not evaluated
@@ -51,7 +51,7 @@ def test_turns_and_other_conversations(name, case):
 
 
 @UNCUT
-def test_going_back_gives_the_answer_of_a_straight_way(name, case, tmp_path):
+def test_returning_to_a_checkpoint_does_not_change_the_answer(name, case, tmp_path):
     def likely(ask, prompt):
         found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=3)
         return found["tokens"], found["completion_probabilities"]
@@ -66,7 +66,7 @@ def test_going_back_gives_the_answer_of_a_straight_way(name, case, tmp_path):
 
 
 @UNCUT
-def test_a_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
+def test_a_failed_step_changes_no_later_answer(name, case, monkeypatch):
     """A recurrent memory cannot drop the failed tokens. It returns to a checkpoint or restarts."""
     long, answers = FIRST + QUESTION + ANOTHER, []
     for fails in (False, True):
@@ -176,7 +176,7 @@ def test_marks_of_earlier_files_are_used(name, case, tmp_path):
 
 
 @UNCUT
-def test_an_answer_that_is_taken_out_costs_nothing_before_it(name, case):
+def test_removing_an_answer_keeps_the_prompt_before_it(name, case):
     """Chat templates do this when they leave out the reasoning of earlier answers."""
     with serving(case(name)) as ask:
         ask(FIRST, n_predict=40)

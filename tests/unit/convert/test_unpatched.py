@@ -97,7 +97,7 @@ def quantized(upstream, source, out, tier, imatrix=None):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_runs_there(name, case, tmp_path, upstream):
+def test_exported_families_give_the_same_bits_upstream(name, case, tmp_path, upstream):
     """The exported tier in upstream's library equals the packed file with a store here, bit for
     bit."""
     made = case(name)
@@ -108,7 +108,7 @@ def test_every_family_runs_there(name, case, tmp_path, upstream):
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "q4_k", "q2_k"])
-def test_every_tier_of_the_demo_runs_there(tier, tmp_path, upstream):
+def test_exported_tiers_of_the_demo_give_the_same_bits_upstream(tier, tmp_path, upstream):
     export(DEMO, tmp_path / "one.gguf", tier)
     tokens, answer = list(range(5, 45)), list(range(300, 316))
     found = upstream.logits(tmp_path / "one.gguf", tokens, answer)
@@ -118,7 +118,7 @@ def test_every_tier_of_the_demo_runs_there(tier, tmp_path, upstream):
 
 
 @pytest.mark.parametrize("tier", PLAIN)
-def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstream):
+def test_tiers_equal_those_of_llama_quantize(tier, source, tmp_path, upstream):
     mine = packed(source, tmp_path / "mine.gguf", tier)
     other = quantized(upstream, source, tmp_path / "other.gguf", tier)
     assert list(experts(mine)) == list(experts(other))
@@ -130,7 +130,7 @@ def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstrea
     ("llama-imatrix", "q2_k"),
     ("llama-imatrix, the older format", "q2_k"),
 )
-def test_weighed_tiers_are_those_of_llama_quantize(
+def test_tiers_by_importance_equal_those_of_llama_quantize(
     made_by, tier, source, ours, theirs, tmp_path, upstream
 ):
     """Both programs read each other's importance matrices and write the same bytes."""

@@ -98,7 +98,7 @@ def test_multiple_choice_agrees_with_our_own(model, e, choices, tasks):
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
 
 
-def test_contexts_count_for_what_is_placed_behind_them(model):
+def test_contexts_are_counted_once_for_their_continuations(model):
     """Each context is counted once, however many continuations are scored after it. Afterwards it
     is part of the usual usage for the next context."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
@@ -134,7 +134,7 @@ def test_whole_texts_agree_with_our_own(model, e, tasks):
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_runtimes(model, config, tasks):
+def test_answers_equal_the_runtimes(model, config, tasks):
     question = "The fox sat by"
     with Runtime.open(config, answering=Answering()) as runtime:
         prompt = runtime.vocabulary.tokenize(question, add_special=True, parse_special=True)

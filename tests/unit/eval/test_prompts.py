@@ -42,7 +42,7 @@ def nll(e, found):
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
-def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
+def test_without_decisions_a_prompt_changes_no_score(model, policy):
     with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
         found = windows(e, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
@@ -53,7 +53,7 @@ def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatch):
+def test_a_prompt_is_read_in_one_step_and_the_rest_decoded(model, policy, monkeypatch):
     with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
         tokens = e.tokenize(TEXT)[:20]
         own, read = e.eval, []
@@ -69,7 +69,7 @@ def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatc
         assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
 
 
-def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model):
+def test_scores_wait_for_placement_and_do_not_depend_on_the_disk(model):
     found = []
     for rate in (0, 2 << 20):
         with (
@@ -118,7 +118,7 @@ def assert_counted(e, asked):
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 
-def test_the_command_scores_what_is_behind_the_prompts(model, text):
+def test_the_command_scores_tokens_after_the_prompts(model, text):
     options = ["-m", str(model), "--threads", "1", "--window", "32", "--text", str(text)]
     options += ["--policy", "lru", "--high-tier", "q8_0"]
     counts = []
@@ -131,7 +131,7 @@ def test_the_command_scores_what_is_behind_the_prompts(model, text):
     assert "after prompts of at least 8 tokens" in result.stdout
 
 
-def test_prompts_that_leave_nothing(tmp_path):
+def test_prompts_without_tokens_to_score_are_refused(tmp_path):
     for options, message in (
         ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 must be smaller"),
         ({"prefill": True, "prompt_tokens": 0}, "remove --prompt-tokens"),

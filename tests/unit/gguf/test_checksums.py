@@ -31,7 +31,7 @@ def test_pieces_come_in_any_order():
     assert sums.values() == [zlib.crc32(data[at : at + 1000]) for at in (0, 1000, 2000)]
 
 
-def test_a_packed_file_has_one_of_each_expert(sound, ggml):
+def test_a_packed_file_has_a_checksum_for_each_expert(sound, ggml):
     with GGUFFile.open(sound) as file:
         told = stored(file)
         for name, info in file.tensors.items():
@@ -57,7 +57,7 @@ def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
     ]
 
 
-def test_checksums_that_do_not_fit(sound, tmp_path, ggml):
+def test_checksums_of_the_wrong_type_are_refused(sound, tmp_path, ggml):
     """One value less, in an array of the matching length."""
     copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
     with GGUFFile.open(copy) as file:

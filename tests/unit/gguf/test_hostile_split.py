@@ -48,7 +48,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_that_are_no_model(name, tmp_path):
+def test_parts_that_form_no_model(name, tmp_path):
     opened, parts, error, says = PARTS[name]
     paths = split_paths(tmp_path)
     for at, (number, tensors, *arch) in parts.items():
@@ -99,7 +99,7 @@ SWAPPED = {
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_parts_in_each_other_s_place(split_model, tmp_path, name):
+def test_swapped_parts(split_model, tmp_path, name):
     moves, opened, named, says = SWAPPED[name]
     larger = write_model(tmp_path / "larger.gguf", model_tensors(layers=range(3)))
     data = {f"part {number}": path.read_bytes() for number, path in enumerate(split_model, 1)}

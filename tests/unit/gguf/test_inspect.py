@@ -106,7 +106,7 @@ def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     (1293 << 10, "1.26 MiB"),
     (20 << 30, "20 GiB"),
 )
-def test_size(n, text):
+def test_sizes_are_formatted_with_binary_units(n, text):
     assert format_size(n) == text
 
 
@@ -151,7 +151,7 @@ def test_the_layer_table_names_odd_types_and_joins_equal_layers(tmp_path):
     assert "0-1 1 KiB 25.5 KiB 13.5 KiB" in table
 
 
-def test_parts_and_pairs_hold_in_each_layer_what_one_file_holds(tmp_path):
+def test_parts_and_pairs_have_the_layers_of_one_file(tmp_path):
     whole = write_packed(tmp_path / "whole.gguf")
     expected = facts_of(whole)["per_layer"]
     assert facts_of(split(whole, tmp_path / "parts", 3)[0])["per_layer"] == expected

@@ -54,7 +54,7 @@ def test_killed_at_twenty_moments(kind, older, src, out, ggml):
     check_model_at_twenty_deaths(work, out, OURS, 1 + older, src.read_bytes() if older else b"")
 
 
-def test_two_at_once_do_not_meet(src, out, ggml):
+def test_two_processes_write_the_same_file_without_conflict(src, out, ggml):
     """One process is stopped in the middle of its file while another one starts, cleans up and
     ends."""
 
@@ -158,7 +158,7 @@ def make(kind, path):
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
+def test_pipes_sockets_and_devices_are_not_replaced(tmp_path, monkeypatch, kind, linked):
     monkeypatch.chdir(tmp_path)
     target = out = tmp_path / "out"
     make(kind, target)
@@ -178,7 +178,7 @@ def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
     assert set(tmp_path.iterdir()) == {target, out}
 
 
-def test_a_stream_that_leads_to_a_file_is_none(tmp_path):
+def test_a_link_to_an_open_file_is_not_an_output(tmp_path):
     """/dev/stdout is such a link if the shell redirects it to a file."""
     link, further = tmp_path / "stdout", tmp_path / "further"
     with open(tmp_path / "file", "w") as file:

@@ -173,7 +173,7 @@ def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
     ([], GGMLType.Q4_0, "use --keep-types"),
     (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp can read q2_0"),
 )
-def test_the_command_writes_older_types_unless_told_not_to(
+def test_export_writes_older_types_unless_keep_types_is_given(
     packed_as, tmp_path, flags, written, said
 ):
     packed, out = packed_as("q4_k", "q2_k", n_ff=192).path, tmp_path / "older.gguf"
@@ -189,7 +189,7 @@ def test_the_command_writes_older_types_unless_told_not_to(
     (("q8_0",), {"types": INTEGERS}, NO_FLOATS),
     (("q9_0",), {}, "unknown tier q9_0"),
 )
-def test_what_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
+def test_models_and_tiers_that_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
     with pytest.raises(errors.QuantizeError, match=said):
         packed_as(*tiers, **changes)
     assert os.listdir(tmp_path) == ["src.gguf"]

@@ -19,13 +19,13 @@ HANG_S = 600  # only a deadlock takes this long
 ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
 
-def test_one_that_still_runs_is_killed():
+def test_a_child_that_still_runs_is_killed():
     with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
         raise ZeroDivisionError
     assert process.poll() is not None
 
 
-def test_what_it_has_started_goes_with_it():
+def test_children_of_the_child_are_killed_too():
     starts = (
         "import subprocess, sys; started = subprocess.Popen(sys.argv[1:]); "
         "print(started.pid, flush=True); started.wait()"
@@ -38,7 +38,7 @@ def test_what_it_has_started_goes_with_it():
     assert gone
 
 
-def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch):
+def test_an_interrupt_while_a_child_starts_leaves_no_child(monkeypatch):
     made = []
 
     class Late(subprocess.Popen):
@@ -54,7 +54,7 @@ def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch):
     assert made[0].poll() is not None
 
 
-def test_none_keeps_apart_the_jobs_before_and_behind_it():
+def test_none_in_a_list_of_jobs_is_a_barrier():
     running, most, order = set(), [], []
 
     def job(group, number):
@@ -78,7 +78,7 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it():
     run_all([None, None], 2, ProgressMeter(None, 1))
 
 
-def test_peak_is_not_that_of_the_program_before():
+def test_peak_memory_excludes_the_program_before_exec():
     """exec keeps getrusage's peak, so a small program would show that of its large parent."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
     big = (

@@ -100,7 +100,7 @@ def test_q2_0_is_half_the_error_of_ggmls_encoder(ggml):
     assert error_of(ggml, GGMLType.Q2_0, values) < 0.55 * error
 
 
-def test_q2_0_is_exact_where_it_can_be(ggml):
+def test_q2_0_is_exact_for_values_that_it_can_represent(ggml):
     codes = np.random.default_rng(6).integers(-1, 3, (5, 128)).astype(np.float32)
     for scale in (0.5, -0.25, 0.0):
         values = codes * np.float32(scale)
@@ -109,7 +109,7 @@ def test_q2_0_is_exact_where_it_can_be(ggml):
         np.testing.assert_array_equal(again, values)
 
 
-def test_refusals(ggml):
+def test_values_that_cannot_be_quantized_are_refused(ggml):
     with pytest.raises(QuantizeError, match="importance matrix"):
         ggml.quantize(GGMLType.IQ2_XXS, normal())
     with pytest.raises(QuantizeError, match="not a multiple of 256"):

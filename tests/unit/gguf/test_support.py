@@ -36,7 +36,7 @@ def test_a_packed_model_can_be_managed(packed):
     assert "moe-edge can manage its experts" in run("inspect", packed).stdout
 
 
-def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
+def test_a_graph_with_unknown_uses_of_experts_runs_plain(packed, monkeypatch):
     """No model of llama.cpp does this. Here a router is treated as an expert matrix."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     result = run("verify", packed)
@@ -56,14 +56,14 @@ def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
         ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
     ),
 )
-def test_what_llama_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
+def test_models_that_llama_cpp_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
     path = repack(packed, tmp_path / "odd.gguf", **changes)
     found = support_of(path)
     assert found.runs == NOT and all(each in found.reason for each in reasons)
     assert str(path) not in found.reason
 
 
-def test_the_reason_is_heard_whoever_took_the_log(lacking):
+def test_the_reason_is_found_even_if_the_log_callback_was_replaced(lacking):
     """Also if other code has replaced the log callback, such as llama_cpp's logger or a benchmark
     of upstream."""
     bindings = Bindings.load()
@@ -76,7 +76,7 @@ def test_the_reason_is_heard_whoever_took_the_log(lacking):
         bindings.listen()
 
 
-def test_a_file_that_is_whole_and_cannot_run_has_a_status_of_its_own(lacking):
+def test_a_good_file_that_cannot_run_has_its_own_exit_status(lacking):
     result = run("verify", lacking)
     assert result.exit_code == CANNOT_RUN
     assert ": good: " in result.stdout
@@ -91,7 +91,7 @@ def test_the_architectures_are_a_command():
     assert json.loads(run("architectures", "--json").stdout) == {"managed": names}
 
 
-def test_a_process_that_says_nothing_is_no_verdict(packed, monkeypatch):
+def test_a_process_without_an_answer_gives_no_result(packed, monkeypatch):
     monkeypatch.setattr(support, "_ask", lambda *_: time.sleep(60))
     monkeypatch.setattr(support, "_TIMEOUT_S", 0.05)
     assert support_of(packed) is None

@@ -36,7 +36,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path, data, text):
     (b"x" * 101, "the file is longer than the maximum of 100 bytes"),
     (b"x\0" * 101, "not UTF-8 text (byte 0x00 at offset 1)"),
 )
-def test_anything_else_is_one_sentence(tmp_path, data, said):
+def test_other_encodings_and_long_files_are_refused(tmp_path, data, said):
     path = tmp_path / "a.txt"
     path.write_bytes(data)
     with pytest.raises(TextFileError) as caught:

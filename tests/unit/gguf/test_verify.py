@@ -108,7 +108,7 @@ def test_a_gap_between_tensors(packed, tmp_path, ggml):
     ]
 
 
-def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
+def test_the_blocks_of_a_dense_model_are_checked(tmp_path, ggml):
     tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama"))
     poke(path, place(path, "token_embd.weight").offset, struct.pack("<f", float("inf")))
@@ -117,7 +117,7 @@ def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
     assert "value 0 at offset" in said[1]
 
 
-def test_a_whole_dense_model_is_not_damaged(tmp_path, ggml):
+def test_a_good_dense_model_is_not_damaged(tmp_path, ggml):
     """It is reported as good, but it cannot run."""
     tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama", expert_count=None))
@@ -363,7 +363,7 @@ def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
     ("fallbackz", ["a"], "unknown key"),
     ("tiers", ["y4_k"], "y4_k is not a ggml type"),
 )
-def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
+def test_metadata_about_quantization_is_checked(tmp_path, ggml, key, value, said):
     tensors = model_tensors(n_embd=256, n_ff=64)
     source = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
     good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path

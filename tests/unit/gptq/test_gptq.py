@@ -82,7 +82,7 @@ def test_beats_rounding_and_importance(ggml, ggml_type):
         assert found < CLEARLY[ggml_type] * min(rtn, imatrix)
 
 
-def test_a_codebook_type_passes_its_error_on_by_spans(ggml):
+def test_a_codebook_type_compensates_its_error_by_spans(ggml):
     ggml_type = GGMLType.IQ3_XXS
     n = 1024
     x, w = inputs(n), weights(n)
@@ -92,7 +92,7 @@ def test_a_codebook_type_passes_its_error_on_by_spans(ggml):
     assert loss(ggml, ggml_type, w, made(ggml, ggml_type, w, h), x) < 0.95 * imatrix
 
 
-def test_each_column_is_the_best_that_is_left(ggml):
+def test_no_single_code_can_be_improved(ggml):
     """After the sweeps, almost no change of a single code reduces the loss."""
     x, w = inputs(256), weights(256)
     h = hessian(x)
@@ -181,7 +181,7 @@ def test_few_tokens_are_helped_by_those_of_the_layer(ggml):
     assert helped < 0.7 * rtn and helped < 0.8 * alone
 
 
-def test_many_tokens_outweigh_what_is_added():
+def test_many_tokens_outweigh_the_added_hessian():
     own = hessian(inputs(64, tokens=64 * 200))
     added = gptq.smoothed(own, 64 * 200, np.eye(64)) - own
     assert np.linalg.norm(added) < 0.02 * np.linalg.norm(own)

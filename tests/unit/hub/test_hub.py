@@ -19,7 +19,7 @@ from waiting import wait_until
 from gguf_tools import hub as module
 
 
-def test_the_only_model(server, tmp_path):
+def test_a_repository_with_one_model(server, tmp_path):
     data = noise(1)
     server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
     result = pulled("o/n")
@@ -96,7 +96,7 @@ def test_a_checkpoint(server):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
+def test_a_broken_connection_is_resumed(server, tmp_path, reset):
     data = noise(1)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.faults["m.gguf"] = Fault(after=100_000, times=2, reset=reset)
@@ -111,7 +111,7 @@ def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
         assert server.sent == SIZE
 
 
-def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
+def test_an_interrupted_download_is_continued(server, tmp_path):
     """A download that was killed half way is continued by the next run, which requests only the
     rest."""
     data = noise(1, 30 << 20)
@@ -149,7 +149,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     assert server.data_requests()[-1][1] == f"bytes={have}-"
 
 
-def test_a_server_that_never_sends_it_all(server, monkeypatch):
+def test_a_server_that_always_breaks_off_is_given_up(server, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda _: None)
     server.repos["o/n"] = Repo({"m.gguf": noise(1)})
     server.faults["m.gguf"] = Fault(after=0, times=10**6)
@@ -238,7 +238,7 @@ def test_missing_private_and_gated(server, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "o/n n", "o/n/", "../x", ""])
-def test_names_that_are_none(server, name):
+def test_names_that_are_not_repositories(server, name):
     said = refused(name)
     assert "write it as OWNER/NAME" in said or "no such model" in said
     assert server.data_requests() == []
@@ -275,6 +275,6 @@ def test_a_hub_that_fails_at_the_end(server, monkeypatch):
     assert server.sent == before == SIZE
 
 
-def test_a_hub_that_is_not_there(server):
+def test_a_hub_that_cannot_be_reached(server):
     server.stop()
     assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")

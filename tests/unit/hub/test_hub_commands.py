@@ -73,7 +73,7 @@ def resolved(text):
     return module.resolve_checkpoint(text, lambda note: None)
 
 
-def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
+def test_a_checkpoint_takes_precedence_over_a_gguf(server):
     server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)}, revisions=("main", "v2"))
     folder, name = resolved("hf:o/n")
     assert name == "n"
@@ -91,7 +91,7 @@ def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
     assert resolved("hf:o/n@v2")[0] == folder
 
 
-def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
+def test_convert_reports_errors_of_a_downloaded_checkpoint(server, tmp_path):
     server.repos["o/n"] = Repo(CHECKPOINT)
     words = ["convert", "hf:o/n", tmp_path / "out.gguf", "--tiers"]
     assert "unknown tier f17" in run(*words, "q4_k,f17").output

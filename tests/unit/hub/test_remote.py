@@ -87,7 +87,7 @@ def endless():
     return Sparse(long, 1 << 36)
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
+def test_errors_of_reading_a_remote_header(server, large, tmp_path):
     server.repos["o/n"].files["endless.gguf"] = endless()
     at = f"{server.url}/o/n/resolve/main"
     for text, error, said in (

@@ -131,7 +131,7 @@ def test_without_a_gpu_all_is_skipped(monkeypatch, tmp_path, capsys):
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
-def test_what_it_cannot_do_is_said(tmp_path, monkeypatch):
+def test_an_unknown_part_and_a_missing_checkout_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown part 'all': choose one of device, "):
         gpu_check.run(tmp_path / "r.md", "all", "", False, print)
     monkeypatch.setattr(gpu_check, "TESTS", tmp_path / "none")

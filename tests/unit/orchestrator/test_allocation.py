@@ -84,7 +84,7 @@ def test_nothing_is_better_at_the_break_points(seed):
     assert best(budget) <= lost(losses, tiers) + 1e-12 <= below + 2e-12
 
 
-def test_what_is_left_goes_to_later_edges():
+def test_a_budget_too_small_for_one_edge_goes_to_later_edges():
     """If the steepest edge does not fit the budget, that expert's further edges are skipped too,
     and flatter edges of other experts are used."""
     losses = np.array([[[0.0, 8.0, 9.0], [0.0, 0.5, 4.0]]])
@@ -131,7 +131,7 @@ def test_divide_stays_within(shares, spare):
 
 
 @given(SHARES)
-def test_divide_gives_the_floors_where_the_budget_is_too_small(shares):
+def test_divide_returns_the_floors_if_the_budget_is_too_small(shares):
     assert divide(shares, needed(shares) - 1) == [share.floor for share in shares]
 
 
@@ -182,7 +182,7 @@ def splits(n, widths, budget, most=None):
 
 @pytest.mark.parametrize("widths", [PAPER, (4, 3, 2), (4, 2, 1), (3, 1), (8, 4, 2), (4,)])
 @pytest.mark.parametrize("falls", [True, False])
-def test_it_is_the_best_of_all_splits(widths, falls):
+def test_prefix_split_is_the_best_of_all_splits(widths, falls):
     random = np.random.default_rng(len(widths))
     for n in range(1, 7):
         loss = random.random((n, len(widths)))
@@ -211,7 +211,7 @@ def test_slots_limit_the_split():
         assert loss_of(found, loss) == pytest.approx(min(loss_of(each, loss) for each in every))
 
 
-def test_what_cannot_be_split():
+def test_impossible_splits_are_refused():
     with pytest.raises(PolicyError, match="cannot keep to 11 bits"):
         prefix_split(np.ones((6, 2)), (4, 2), 11)
     with pytest.raises(PolicyError, match="falling"):
@@ -248,7 +248,7 @@ def test_the_schedule_is_the_papers(lam, r, m, t):
     st.integers(1, 8),
     st.sampled_from(["cosine", "linear", "flat"]),
 )
-def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
+def test_the_solved_schedule_is_the_nearest_to_the_retention(retention, n_layers, m, schedule):
     counts = solve(retention, n_layers, m, schedule)
     error = abs(realised(counts, m) - retention)
     for other in np.linspace(0, 1, 401):
@@ -286,7 +286,7 @@ def run(monitor, n, with_us, without_us):
 
 
 @pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
-def test_it_stays_while_nothing_else_is_clearly_better(with_us):
+def test_prefetch_stays_on_while_it_is_not_clearly_slower(with_us):
     monitor = Prefetching("auto", 1)
     ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
     assert monitor.pays
@@ -294,7 +294,7 @@ def test_it_stays_while_nothing_else_is_clearly_better(with_us):
     assert ran[:FIRST_STEPS] == [True] * FIRST_STEPS
 
 
-def test_it_stops_where_it_costs_and_comes_back():
+def test_prefetch_stops_if_it_costs_time_and_restarts():
     monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
     assert not monitor.pays
@@ -303,7 +303,7 @@ def test_it_stops_where_it_costs_and_comes_back():
     assert monitor.pays
 
 
-def test_trials_grow_rare_while_they_confirm():
+def test_trials_become_rarer_while_they_confirm():
     monitor = Prefetching("auto", 1)
     ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
     starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
@@ -338,7 +338,7 @@ def test_recall_and_precision():
     assert seen.size() == [3.0, 0.0, None, None]
 
 
-def test_moves_get_slots_in_their_order_until_none_is_left():
+def test_transitions_reserve_slots_in_order():
     """Transitions reserve slots in order, each from the pool of its layer and tier.
 
     In tier 0 each of the two layers has its own pool; tiers 1 and 2 of both layers share one. A

@@ -52,7 +52,7 @@ def make(shape, budget=1 << 40, **options):
     return policy_of(ContextAware, shape, asked, budget=budget, **known)
 
 
-def test_importance_is_the_papers_without_a_prior():
+def test_importance_without_a_prior_is_the_papers():
     """S = a P / sum P + (1 - a) W / sum W, for each layer."""
     counts, gates = np.array([[3.0, 1.0], [0.0, 4.0]]), np.array([[0.2, 0.6], [1.0, 1.0]])
     asked = PlacementSettings(importance_mix=0.25, prior_tokens=0.0)
@@ -60,7 +60,7 @@ def test_importance_is_the_papers_without_a_prior():
     assert found == pytest.approx(np.array([[0.375, 0.625], [0.375, 0.625]]))
 
 
-def test_a_profile_counts_as_so_many_tokens():
+def test_a_profile_counts_as_prior_tokens():
     # four tokens with two experts each in layer 0, none in layer 1
     counts = np.array([[6.0, 2.0], [0.0, 0.0]])
     usual = np.array([[1.0, 3.0], [1.0, 3.0]])
@@ -109,7 +109,7 @@ def test_as_many_are_hot_as_fit_the_budget():
     ({"near_bits": 1.5}, "--near-bits 1.5 is less than q2_k has"),
     ({"near_bits": 3.0, "near_tiers": "q4_k"}, "less than q4_k has"),
 )
-def test_what_the_file_lacks_is_said(options, message):
+def test_tiers_and_bits_that_the_file_lacks_are_refused(options, message):
     with pytest.raises(PolicyError, match=message):
         make(three_tiers(), **options)
 
@@ -151,7 +151,7 @@ def prefill(policy, rng, step, n_ahead=1):
 
 
 @pytest.mark.parametrize("n_ahead", [0, 1])
-def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead):
+def test_prompts_are_counted_and_the_last_layer_by_its_prediction(n_ahead):
     rng, shape = np.random.default_rng(1), three_tiers()
     policy, resident = make(shape, hot_experts=4), np.zeros((4, 16), np.uint8)
     first = prefill(policy, rng, 0, n_ahead)
@@ -168,7 +168,7 @@ def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead):
     assert hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
 
 
-def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
+def test_a_decode_token_in_a_prompts_step_has_no_gate_sums():
     """A decode token in the same step as a prompt is counted as in a step of its own: its uses, but
     no gate weights, also in layers that are counted by their predicted experts."""
     rng, shape = np.random.default_rng(5), three_tiers()
@@ -185,7 +185,7 @@ def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
         assert bool(gates.any()) == (sequence == 0)
 
 
-def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
+def test_a_failed_step_counts_nothing_and_a_new_sequence_starts_at_zero():
     rng, shape = np.random.default_rng(2), three_tiers()
     policy = make(shape, hot_experts=4, **PAPER)
     resident = np.zeros((4, 16), np.uint8)
@@ -274,7 +274,7 @@ def test_the_bits_follow_the_losses_and_the_use():
     assert report["near_bits_stored"] == pytest.approx(stored)
 
 
-def test_a_device_has_no_such_slots():
+def test_shared_near_slots_are_refused_on_a_device():
     shape = replace(five_tiers(), shares_slots=False)
     with pytest.raises(PolicyError, match="--near-slots shared needs slots in host memory"):
         shared(shape)
@@ -283,7 +283,7 @@ def test_a_device_has_no_such_slots():
     make(shape)
 
 
-def test_only_a_policy_that_waits_settles():
+def test_only_placement_wait_waits_for_transitions():
     rng, shape = np.random.default_rng(5), five_tiers()
     for waits in (False, True):
         policy = shared(shape, hot_experts=4, placement="wait" if waits else "async")
@@ -337,7 +337,7 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
     assert not use.sums[0].any() and use.past.tolist() == [[6, 6, 3, 5]] * 2
 
 
-def test_a_kept_prefix_brings_what_it_used():
+def test_a_restored_sequence_has_its_counts():
     use = SequenceUse(*SIZE)
     read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))
     answer(use, [1, 0, 0, 1])

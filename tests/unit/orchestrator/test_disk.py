@@ -48,7 +48,7 @@ def test_a_matrix_is_read_whole_in_blocks():
             assert one.offset + one.length == after.offset
 
 
-def test_what_reading_takes_of_a_core(model, monkeypatch):
+def test_core_time_of_reading_is_measured(model, monkeypatch):
     busy = iter([5.0, 7.0])
     monkeypatch.setattr(disk, "process_time", lambda: next(busy))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
@@ -60,14 +60,14 @@ def test_what_reading_takes_of_a_core(model, monkeypatch):
         assert found.beside(config) == found._replace(core_s_per_byte=taken)
 
 
-def test_a_disk_that_rests_for_a_moment_is_not_slow(model, monkeypatch):
+def test_a_short_pause_of_the_disk_does_not_lower_its_speed(model, monkeypatch):
     rounds = iter([0.3e9, 1.0e9, 0.1e9, 1.2e9])
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: next(rounds))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
     assert (found.bytes_per_s, found.at_first.bytes_per_s) == (1.0e9, 0.3e9)
 
 
-def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
+def test_latency_is_measured_with_the_reads_of_one_expert(model, monkeypatch):
     """A disk with 1 GB/s and 20 ms of latency, where the three matrices of an expert are read in
     parallel. The latency is the duration of a read minus the time of its bytes at 1 GB/s."""
     read, now_s = os.preadv, [0.0]
@@ -88,7 +88,7 @@ def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
     assert 0.019 < found.latency_s < 0.02  # the remainder is the time of the bytes
 
 
-def test_a_disk_keeps_its_speed(model, monkeypatch):
+def test_the_fastest_of_several_measurements_is_stored(model, monkeypatch):
     """Up to six measurements are taken, at least APART_S seconds apart, and the fastest is used.
     Equal results do not end them, because both may have been disturbed."""
     now, speeds = [1e9], [4e8, 4.1e8, 1e9, 1e9, 9e8, 1e9]
@@ -115,7 +115,7 @@ def test_a_disk_keeps_its_speed(model, monkeypatch):
 
 
 @cases("kind, best", (None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9))
-def test_what_a_disks_own_cache_gives_does_not_count(model, monkeypatch, kind, best):
+def test_the_cache_of_a_slow_disk_does_not_count(model, monkeypatch, kind, best):
     told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
     monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
     monkeypatch.setattr(disk, "slow_kind", lambda _path: kind)

@@ -172,7 +172,7 @@ def asked_ahead(out):
     st.booleans(),
     st.booleans(),
 )
-def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, exact):
+def test_sequences_in_one_step_are_decided_like_each_alone(seed, layer, how, scored, exact):
     """A step with several sequences gives each expert the best tier of those that the sequences
     request alone, both now and by prefetch. Experts of decode tokens and of a prompt's last token
     are not streamed."""
@@ -218,7 +218,7 @@ def test_a_second_tier_is_needed():
     assert (policy.settings.retention, depth.retention) == (None, 1.0)
 
 
-def test_a_share_that_the_schedule_cannot_reach_is_said():
+def test_a_retention_that_the_schedule_cannot_reach_is_described():
     """With 6 layers and 4 experts per token, the cosine schedule keeps at least 15 of 24
     experts."""
     shape = make_shape(n_layers=6, k=4)
@@ -243,7 +243,7 @@ def test_a_share_that_the_schedule_cannot_reach_is_said():
     assert "no less" not in policy.describe()
 
 
-def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
+def test_lower_which_missing_lowers_missing_experts():
     """With lower_which="missing", the policy lowers the missing expert with the lowest gate weight.
 
     Top 4 with retention 0.75: t = 3, and one expert may be lowered. In a step of several tokens, an

@@ -132,7 +132,7 @@ def reference(scores, hot, capacity, margin, slack):
 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), margin=st.sampled_from([0.0, 0.2, 1.0]), slack=st.integers(0, 4))
-def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
+def test_swaps_equal_those_of_a_simple_implementation(seed, margin, slack):
     rng = np.random.default_rng(seed)
     shape = make_shape(n_layers=3, n_expert=12)
     policy, _ = make(shape, hysteresis=margin, rank_slack=slack)
@@ -148,7 +148,7 @@ def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
     assert found == reference(scores, hot, policy.capacity.tolist(), margin, slack)
 
 
-def test_a_full_pool_holds_up_no_other():
+def test_a_full_pool_does_not_block_other_pools():
     """Two layers with slots of different sizes. If all swaps of one pool wait for reads that never
     finish, swaps of the other pool continue."""
     shape = with_larger_last_layer(make_shape(n_layers=2, n_expert=256, k=1), odd=True)
@@ -257,7 +257,7 @@ def test_a_new_text_gets_a_new_hot_set():
         assert adapted > 0.93 * best
 
 
-def test_what_the_store_refuses_is_given_up():
+def test_transitions_that_the_store_refuses_are_given_up():
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
     store = running(policy, plan)
@@ -303,7 +303,7 @@ def test_moving_average_and_intervals():
     assert still.report()["updates"] == 0
 
 
-def test_a_layer_that_sees_little_of_a_prompt_forgets_little():
+def test_a_layers_decay_follows_its_own_tokens():
     """A layer decays in proportion to its own tokens: the last layer computes one of the prompt's
     512 tokens."""
     shape = make_shape(n_layers=2, n_expert=4, k=1)

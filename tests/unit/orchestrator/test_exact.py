@@ -56,7 +56,7 @@ def test_experts_are_in_one_precision(policy, model):
     ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
     ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
 )
-def test_what_it_does_not_go_with(settings, error, sentence, model):
+def test_options_that_exact_refuses(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):
         planned(model, expert_ram=1 << 20, **settings)
 
@@ -81,7 +81,7 @@ def ram_for(path, bits):
 
 
 @pytest.mark.parametrize("bits", [2.7, 3.2, 3.7, 4.6, 5.3, 6.2, 7.0, 8.2])
-def test_types_around_what_there_is_room_for(paths, bits):
+def test_for_ram_chooses_types_around_the_mean_bits_that_fit(paths, bits):
     """The best type is first. The types are above and below the mean bits that fit, and at most 2.2
     bits away from it."""
     with ExpertModel.open(paths["f16"]) as model:
@@ -93,7 +93,7 @@ def test_types_around_what_there_is_room_for(paths, bits):
     assert all(abs(width - bits) < 2.2 for width in widths[1:])
 
 
-def test_at_the_ends(paths):
+def test_for_ram_with_very_much_and_very_little_memory(paths):
     """If everything fits, one type is chosen. If not even the smallest type fits, three types and a
     note are returned. If the memory is too small, the error names the needed size. A quantized
     source keeps its type as the best one."""
@@ -116,7 +116,7 @@ def test_at_the_ends(paths):
     ("q4_1", ["q4_1", "q4_k", "q2_k"]),
     ("q4_0", ["q4_0", "q2_k"]),
 )
-def test_rows_that_are_no_multiple_of_256_get_what_streams(own, names, tmp_path):
+def test_for_ram_with_rows_that_are_not_a_multiple_of_256(own, names, tmp_path):
     """pack replaces k-quants by types that fit rows of 192 and 64 weights (iq4_nl, q2_0)."""
     narrow = replace(synthetic.preset("tiny-qwen3moe"), n_embd=192, n_ff_exp=64, n_expert=64)
     path = synthetic.write(tmp_path / "narrow.gguf", narrow, tiers=(own,))
@@ -124,7 +124,7 @@ def test_rows_that_are_no_multiple_of_256_get_what_streams(own, names, tmp_path)
         assert tiers_for(model, ram_for(path, 2.0))[0] == names
 
 
-def test_pack_by_memory(paths, tmp_path):
+def test_pack_with_for_ram(paths, tmp_path):
     source, out = paths["f16"], tmp_path / "packed.gguf"
     done = run("pack", source, out, "--for-ram", ram_for(source, 3.7))
     assert done.exit_code == 0, done.output

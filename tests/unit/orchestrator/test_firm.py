@@ -104,7 +104,7 @@ def test_gates_come_before_ups(kinds, wanted):
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
+def test_steps_without_counting_request_the_same(agree, kinds):
     votes = "3,2/2,1/3,2" if agree == "mol" else "3,1/2,1/3,1"
     policy = firm(agree=agree, prefetch_kinds=kinds, votes=votes)
     first = token(policy, 0)
@@ -121,7 +121,7 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
     ("rank", "2,1", [[4, 5], [8, 4], [2, 3]]),
     ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # scores of at least 2 * 0.05
 )
-def test_ways_to_agree(agree, votes, expected):
+def test_each_way_to_agree_prefetches_its_candidates(agree, votes, expected):
     """Each group of layers has its own votes: layer 1 is shallow, layers 2 and 3 are middle."""
     found = token(firm(agree=agree, votes=votes))
     assert [[expert for _, expert, *_ in each] for each in found] == expected
@@ -135,7 +135,7 @@ def test_votes_end_with_their_step():
     assert [expert for _, expert, *_ in found] == [8, 4, 2, 1]
 
 
-def test_several_sequences_ask_for_what_any_of_them_expects():
+def test_predictions_of_several_tokens_are_united():
     """Votes are intersected for each token, and the results of the tokens are united."""
     policy = firm(votes="3,2")
     two = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -150,7 +150,7 @@ def test_several_sequences_ask_for_what_any_of_them_expects():
     assert len(asked(policy, make(0, rows[:8], [rows[:8]], 8))) == 3
 
 
-def test_statistics():
+def test_the_report_has_accuracy_and_loss():
     """Prediction accuracy of layers 1 and 2.
 
     Layer 1: 4 5 6 7 were predicted and 4 5 6 9 used, so recall and precision are 3/4. Layer 2: 8 4
@@ -169,7 +169,7 @@ def test_statistics():
     assert found["tuned"] and found["prefetch"] == "on"
 
 
-def test_tuning_finds_what_pays():
+def test_tuning_finds_the_best_votes():
     """The first two candidates for layer 1 are always used and the others never, so K falls to 2
     there. In other groups every number of votes gives the same result, so one layer suffices."""
     policy = firm(votes=None, tune_steps=4, tune_tokens=8)
@@ -201,7 +201,7 @@ TUNED = {
 }
 
 
-def test_what_was_tuned_is_where_the_next_one_starts():
+def test_tuned_votes_are_the_start_of_the_next_run():
     policy = firm(TUNED, votes=None)
     assert policy.wants.n_ahead == 2 and policy.report()["tuned"]
     assert policy.settings.votes == "2,1/4,2/3,1"  # recorded in a trace
@@ -223,12 +223,12 @@ def test_what_was_tuned_is_where_the_next_one_starts():
     {"tune": "off"},
     {"votes": "4,3"},
 )
-def test_what_was_tuned_for_something_else_is_not_taken(asked_for):
+def test_votes_tuned_for_other_settings_are_not_used(asked_for):
     asked = {"votes": None, **asked_for}
     assert firm(TUNED, **asked).settings == firm(**asked).settings
 
 
-def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
+def test_given_or_recalled_votes_are_not_saved():
     """Only votes that this run tuned are saved. Otherwise a pair that was given once as an option
     would become the start of all later runs."""
     asked_for, recalled = firm(votes="1,1"), firm(TUNED, votes=None)
@@ -253,7 +253,7 @@ def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
     ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
     ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
 )
-def test_what_would_have_no_effect_is_refused(settings, said):
+def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
         firm(**settings)
 
@@ -360,7 +360,7 @@ SCORES = [0.4, 0.2, 0.1, 0.05]
     ("margin", 2, 1, [5, 2, 7]),  # scores of at least 0.1
     ("margin", 1, 1, [5, 2]),
 )
-def test_what_is_agreed(way, candidates, n, expected):
+def test_agreed_candidates(way, candidates, n, expected):
     assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
     assert agreed(way, [], candidates, n) == []
 
@@ -380,7 +380,7 @@ def test_every_group_has_a_layer_that_can_be_predicted(n_layers, groups):
     assert group_of(n_layers) == groups
 
 
-def test_every_pair_is_counted_on_the_same_tokens():
+def test_every_pair_of_votes_is_counted_on_the_same_tokens():
     """Loss for each number of candidates K and of votes P, with no expert resident.
 
     First 5 and 2 are used. With K = 1, 5 is predicted and 2 is missed. P = 2 loses 5 at K = 1 and 7
@@ -420,7 +420,7 @@ def test_a_climb_turns(means, patience, end):
     assert climbed(means, 4, patience)[-1] == end
 
 
-def test_a_tuner_ends_where_the_climb_saw_the_least():
+def test_a_climb_ends_at_the_smallest_mean_loss():
     """The climb ends at the (K, P) with the least mean loss.
 
     In two intervals one expert is used, and K falls from 3 to 1. In the third interval three are

@@ -123,17 +123,17 @@ TENTH, MORE = [0.1, 1.0], {0: SKIP, 7: SKIP}
     (TINY, [0.6, 1.0], {"max_loss": 3 * 0.08}, [2, 7, 0], [], {}),
     (TINY, [0.6, 1.0], {"max_loss": 3 * 0.17}, [2, 7, 0], [], {5: SKIP}),
 )
-def test_what_a_token_gets_of_a_layer(shape, nats, settings, here, low, lowered):
+def test_experts_that_are_lowered_or_skipped_in_a_layer(shape, nats, settings, here, low, lowered):
     found, out = decided(made(shape, nats, **settings), make(), here, low)
     assert found == lowered and not prefetches(out)
 
 
-def test_what_is_kept_goes_by_the_gates_and_not_by_their_order():
+def test_keep_top_uses_gate_weights_and_not_their_order():
     shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
     assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
-def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
+def test_skipped_resident_experts_are_neither_missing_nor_read():
     policy = made(price=PRICE, skip_present=0.5)
     decided(policy, make(0), here=IDS)
     policy.on_step(report())
@@ -142,20 +142,20 @@ def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
     assert policy.report()["missing"] == 0 and policy.report()["lowered"] > 0
 
 
-def test_a_layer_has_what_those_before_it_left():
+def test_a_layer_may_spend_what_earlier_layers_left():
     policy = made(max_loss=3 * 0.06)
     assert decided(policy, make(0), here=[0])[0] == {7: SKIP}  # spends 0.04 of 0.06 nats
     assert decided(policy, make(1), here=[0, 7])[0] == {}  # 0.09 exceeds the 0.08 that are left
     assert decided(policy, make(2), here=[0, 7])[0] == {2: SKIP}  # spends 0.09 of 0.14
 
 
-def test_the_first_layer_has_nothing_by_the_cosine_schedule():
+def test_the_cosine_schedule_gives_the_first_layer_no_budget():
     policy = made(loss_schedule="cosine", max_loss=0.16)  # shares of the layers: 0, 1/3 and 2/3
     found = [decided(policy, make(layer))[0] for layer in range(3)]
     assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
 
 
-def test_what_a_token_leaves_is_carried_on():
+def test_unspent_budget_is_carried_to_later_tokens():
     policy = made(max_loss=3 * 0.02)
     assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 exceeds 0.02
     policy.on_step(report())
@@ -170,7 +170,7 @@ def test_what_a_token_leaves_is_carried_on():
     assert account.left == pytest.approx(floor._CARRIED_TOKENS * 0.06)
 
 
-def test_a_step_that_failed_spends_nothing():
+def test_a_failed_step_spends_nothing():
     policy = made(max_loss=3 * 0.051)
     for step in range(3):
         assert decided(policy, make(0, step))[0] == {0: SKIP, 7: SKIP}
@@ -194,7 +194,7 @@ def test_each_sequence_has_its_own_budget():
     assert set(policy._accounts) == {4}
 
 
-def test_the_price_follows_what_is_spent():
+def test_the_price_rises_with_unspent_and_falls_with_spent_budget():
     policy, poor = made(max_loss=1.0, price=PRICE), made(max_loss=3 * 0.051, price=PRICE)
     for each in (policy, poor):
         decided(each, make())
@@ -204,7 +204,7 @@ def test_the_price_follows_what_is_spent():
     assert policy._price > PRICE > poor._price == pytest.approx(PRICE * np.exp(-0.1))
 
 
-def test_it_loads_ahead_what_it_would_not_skip():
+def test_experts_that_would_not_be_skipped_are_prefetched():
     """Prefetches experts that it would not skip. The predicted scores are scaled to the sum of the
     gate weights: 0.4, 0.3, 0.2, 0.1."""
     policy = made(price=PRICE, prefetch="on", read_behind=False)
@@ -214,7 +214,7 @@ def test_it_loads_ahead_what_it_would_not_skip():
     assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=AHEAD))[1])] == [1]
 
 
-def test_it_loads_ahead_what_it_cannot_pay_for():
+def test_experts_beyond_the_budget_are_prefetched():
     """Prefetches experts for which the budget of the next layer is too small: 0.16, 0.09, 0.04 and
     0.01 nats at any price, and 0.058 nats are left."""
     # in the second case 0.01 nats are spent first
@@ -224,7 +224,7 @@ def test_it_loads_ahead_what_it_cannot_pay_for():
         assert prefetches(out) == [(1, e, 0, 0) for e in wanted]
 
 
-def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for():
+def test_experts_beyond_the_budget_of_one_of_several_tokens_are_prefetched():
     ahead = [[[1, 3, 4, 6]] * 2], [[[0.8, 0.6, 0.4, 0.2]] * 2]
     both = make(rows=[IDS] * 2, gates=[GATES] * 2, of=(4, 9), ahead=ahead)
     policy = made(max_loss=3 * 0.03, prefetch="on", read_behind=False)
@@ -233,7 +233,7 @@ def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for():
     assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3, 4]
 
 
-def test_what_is_skipped_again_is_read_behind_within_the_rate():
+def test_experts_skipped_twice_are_read_within_the_transition_rate():
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
 
@@ -259,7 +259,7 @@ def test_prompts_are_lossless():
         assert decided(policy, event)[0] == {}
 
 
-def test_it_says_what_it_lost():
+def test_the_report_has_the_estimated_loss():
     policy = made(max_loss=3 * 0.051)
     assert policy.report()["loss"] is None
     decided(policy, make(), here=[5])
@@ -281,7 +281,7 @@ def test_slots_for_low_copies_are_a_share():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
-def test_low_copies_leave_room_for_the_fewest_high_ones(share):
+def test_low_share_leaves_slots_for_the_minimum_of_high_copies(share):
     """The minimum is one expert of each tier in each layer, for every low_share."""
     each = range(TWO.n_layers)
     least = sum(TWO.expert_slot_bytes(layer, tier) for layer in each for tier in (0, 1))
@@ -291,13 +291,13 @@ def test_low_copies_leave_room_for_the_fewest_high_ones(share):
         assert plan.total_bytes <= budget
 
 
-def test_it_cannot_decide_without_an_estimate():
+def test_a_missing_estimate_is_an_error():
     policy = policy_of(Floor, ONE, budget=ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="has no estimate of the losses of lower tiers"):
         decided(policy, make())
 
 
-def test_the_budget_changes_live():
+def test_max_loss_can_change_while_running():
     policy = made(max_loss=0.0)
     change(policy, max_loss=3 * 0.051)
     assert policy._price > 0
@@ -305,7 +305,7 @@ def test_the_budget_changes_live():
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
 
-def test_half_of_the_limit_is_spent_and_all_of_it_again():
+def test_unusual_routing_halves_the_limit_until_it_is_usual_again():
     policy, few = made(max_loss=3 * 0.051), made(max_loss=3 * 0.0255)
     assert "estimated loss of 0.153 nats" in policy.describe()
     policy.on_step(report(phase=Phase.PREFILL, unusual=True))
@@ -327,7 +327,7 @@ class General(Floor):
 
 @pytest.mark.parametrize("shape", [ONE, TWO])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_single_token_is_decided_as_several_are(seed, shape):
+def test_a_single_token_is_decided_like_several(seed, shape):
     """Both code paths give the same tiers, prefetches, accounts and prices for 40 tokens with
     random gate weights, predictions and residency."""
     rng = np.random.default_rng(seed)
@@ -365,7 +365,7 @@ def test_a_single_token_is_decided_as_several_are(seed, shape):
 
 
 @pytest.mark.parametrize("kind", [Floor, General])
-def test_look_ahead_skips_what_costs_least_first(kind):
+def test_the_predicted_expert_with_the_largest_loss_is_prefetched(kind):
     """The predicted expert with the lowest gate weight has ten times the loss, so the budget does
     not cover it and it is prefetched."""
     nats = np.ones((ONE.n_layers, ONE.n_expert, 1))
@@ -387,7 +387,7 @@ def played(policy, n_steps, n_here):
         policy.on_step(report())
 
 
-def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed():
+def test_a_price_that_is_too_high_falls():
     """A price that is too high falls to the usual one, although no more than the budget is spent.
 
     At this price every expert would be skipped, so each token spends its whole budget in the first
@@ -401,20 +401,20 @@ def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowe
     assert policy._price == pytest.approx(usual._price, rel=0.2)
 
 
-def test_the_price_rises_no_higher_than_the_dearest_choice():
+def test_the_price_is_limited_to_the_most_expensive_choice():
     policy = made(max_loss=5.0)
     played(policy, 300, 4)
     assert policy._price == pytest.approx(1 / ONE.expert_slot_bytes(0, 0))
     assert policy.report()["lowered"] == policy.report()["missing"]
 
 
-def test_while_nothing_is_missing_nothing_is_learned_of_the_price():
+def test_the_price_is_constant_while_no_expert_is_missing():
     policy = made(max_loss=5.0, price=PRICE, skip_present=Floor.Settings().skip_present)
     played(policy, 300, 8)
     assert policy._price == PRICE and policy.report()["lowered"] == 0
 
 
-def test_what_missing_experts_leave_is_spent_on_those_in_memory():
+def test_resident_experts_are_skipped_with_the_budget_that_is_left():
     """Resident experts are skipped only with the budget that missing experts leave.
 
     Half of the routed experts are missing. With max_loss 0.01 and 0.05 they take the whole budget;

@@ -46,7 +46,7 @@ class SlowStore:
         return expert % 2 == 0
 
 
-def test_who_asks_waits_for_no_read():
+def test_stopping_does_not_cancel_the_current_read():
     store = SlowStore()
     idle = Idle(store)
     idle.start(WANTED)
@@ -61,7 +61,7 @@ def test_who_asks_waits_for_no_read():
     assert idle.brought == 1  # the second one found no free slot
 
 
-def test_it_ends_at_the_first_that_cannot_be_read():
+def test_idle_reads_end_at_the_first_failed_read():
     store = SlowStore(fails_at=4)
     idle = Idle(store)
     store.go.release(50)
@@ -122,7 +122,7 @@ def counts(model, each):
     return found
 
 
-def test_use_is_kept_under_every_policy(model):
+def test_usage_is_kept_with_every_policy(model):
     first = keeper(model, policy="lru")
     assert first.recall() is None
     first.learn(counts(model, 10))
@@ -158,7 +158,7 @@ def test_profiles_of_older_versions_keep_their_usage(model, older):
     assert not older.keys() & json.loads(path.read_text()).keys()
 
 
-def test_a_damaged_profile_is_left_aside(model):
+def test_a_damaged_profile_is_ignored_with_a_note(model):
     first, path = keeper(model), cached_path(model, "usage")
     first.learn(counts(model, 1))
     first.save()
@@ -170,7 +170,7 @@ def test_a_damaged_profile_is_left_aside(model):
         assert "is recorded from scratch" in str(left.note) and said in str(left.note)
 
 
-def test_what_was_long_ago_counts_less(model):
+def test_stored_usage_is_limited_so_that_old_use_counts_less(model):
     first = keeper(model)
     first.learn(counts(model, 10**7))
     first.save()

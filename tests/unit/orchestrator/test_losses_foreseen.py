@@ -57,7 +57,7 @@ def test_a_resident_plan_costs_its_hotness_times_the_losses():
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_meter_takes_what_is_computed(exact):
+def test_the_meter_uses_the_computed_tiers(exact):
     """The meter counts the tier that is computed: a better resident copy if there is one, but with
     `exact` the requested tier. A failed step adds nothing."""
     meter = LossMeter(ESTIMATE, exact)
@@ -89,7 +89,7 @@ def test_a_meter_takes_what_is_computed(exact):
     assert meter.since(mark, Phase.DECODE) == 0
 
 
-def test_uses_that_nobody_decided_are_counted():
+def test_uses_without_a_decision_are_counted():
     meter = LossMeter(ESTIMATE, exact=False)
     counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
     meter.holds(tiers)
@@ -155,7 +155,7 @@ def keeper(folder, monkeypatch, found):
     (table(), ["q4_k"], "m.gguf.calib.json has no factors"),
     (table(FIT), ["q4_k", "q1_0"], "m.gguf.calib.json lacks one of q4_k, q1_0"),
 )
-def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkeypatch):
+def test_a_missing_table_names_the_command_to_run(found, tiers, reason, tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, found)
     assert known.estimate(tiers) is None
     with pytest.raises(ConfigError) as caught:
@@ -166,7 +166,7 @@ def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("n_bytes", "said"), [(1, "1 minute,"), (16 * 10**9, "12 minutes,")])
-def test_it_says_how_long_the_table_takes(n_bytes, said, tmp_path, monkeypatch):
+def test_the_message_estimates_the_duration_of_calibrate(n_bytes, said, tmp_path, monkeypatch):
     known = keeper(tmp_path, monkeypatch, None)
     with open(tmp_path / "m.gguf", "r+b") as file:
         file.truncate(n_bytes)  # sparse file
@@ -196,7 +196,7 @@ def test_factor_and_gates_weigh_the_losses():
     assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
 
 
-def test_without_a_fit_they_are_the_losses():
+def test_without_a_fit_losses_per_use_are_the_losses():
     for less in ({"fit": None}, {"gates": None}):
         found = replace(uneven_table(), **less)
         assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
@@ -213,7 +213,7 @@ def test_estimates_are_those_of_sensitive_texts():
     assert (found.routing.low, found.routing.high) == (-0.1, 0.4)
 
 
-def test_surprise_is_zero_in_the_mean_of_a_layer():
+def test_surprise_has_a_mean_of_zero_in_each_layer():
     counts = np.array([[1000.0, 10.0, 10.0, 0.0], [500.0, 500.0, 500.0, 500.0]])
     found = surprise(counts)
     assert found[0, 0] < 0 < found[0, 1] < found[0, 3] and found[1] == pytest.approx([0.0] * 4)
@@ -227,7 +227,7 @@ def test_surprise_is_zero_in_the_mean_of_a_layer():
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_meter_counts_answers_under_half_of_the_limit(decodes):
+def test_the_meter_counts_answer_tokens_with_a_halved_limit(decodes):
     phase = Phase.DECODE if decodes else Phase.PREFILL
     meter = LossMeter(ESTIMATE, exact=True)
     meter.step_done(phase, 3)

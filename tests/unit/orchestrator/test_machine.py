@@ -36,7 +36,7 @@ def test_a_machine_without_a_gpu(model):
     assert json.loads(json.dumps(health)) == health
 
 
-def test_what_does_not_fit_is_said_instead_of_a_plan(model):
+def test_a_refusal_is_reported_instead_of_a_plan(model):
     health, _ = examine(Config.build(model=model, device="cpu", ram=1 << 50))
     assert any("is more than" in each for each in health["notes"])
     health, plans = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
@@ -52,7 +52,7 @@ def test_copies_to_a_device_are_timed(model):
     assert "there and back" in text and "copied to the GPU: host memory cannot be pinned" in text
 
 
-def test_the_quickest_way_of_a_miss_is_named():
+def test_the_fastest_way_to_handle_a_miss_is_named():
     slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, compute=20e9)
     line = misses_line(slow_link, 2_400_000)
     assert "copied 2.40 ms, computed on the CPU 0.12 ms" in line
@@ -77,7 +77,7 @@ def planned(model):
         yield plan
 
 
-def test_vram_caps_everything_there(planned, model):
+def test_vram_limits_everything_on_the_card(planned, model):
     lru = {"ctx": 256, "policy": "lru"}
     all_of_it = planned(**lru)
     fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
@@ -97,7 +97,7 @@ def test_vram_caps_everything_there(planned, model):
     assert planned(vram=needed, ctx=256).total_bytes <= needed
 
 
-def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
+def test_a_gpu_holds_the_model_or_the_host_needs_memory_for_reads(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
     with pytest.raises(BudgetError, match="beside a GPU: the smallest that works") as caught:
@@ -109,7 +109,7 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     assert planned(8 << 30, policy="lru", ram=more.value.needed_bytes, cache_ram=3 * MIB).managed
 
 
-def test_a_device_that_is_not_here(model):
+def test_a_device_that_does_not_exist_is_refused(model):
     from orchestrator.runtime.runtime import Runtime
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
@@ -119,7 +119,7 @@ def test_a_device_that_is_not_here(model):
             Runtime.open(Config.build(model=model, device=asked))
 
 
-def test_more_than_there_is_is_warned_of():
+def test_ram_beyond_the_machines_memory_causes_a_warning():
     """Warns if --ram is more than the machine's memory. The plan uses the memory that the machine
     has."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):

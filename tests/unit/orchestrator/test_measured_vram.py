@@ -73,14 +73,14 @@ def load(gpu, monkeypatch):
     # The kernels that the first model loaded also count for the second.
     (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
 )
-def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
+def test_memory_beyond_the_estimate_reduces_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)
     assert load(gpu, monkeypatch).more == more
     assert gpu.taken <= CAP
     assert gpu.loads == ([0, more] if more else [0])
 
 
-def test_it_ends(monkeypatch):
+def test_loading_ends_after_a_few_attempts(monkeypatch):
     """Loading ends after MOST_LOADS attempts, even if another program takes more GPU memory each
     time."""
     gpu = Gpu(modules=0, beyond=0)

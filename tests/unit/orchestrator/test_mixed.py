@@ -58,7 +58,7 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     )
 
 
-def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
+def test_the_best_tier_is_at_most_one_above_the_uniform_tier_that_fits():
     """The best tier offered is one above the uniform tier that fits, because the store needs one
     slot of each tier. With many experts that slot is cheap, and the best tier of the file is
     offered."""
@@ -77,7 +77,7 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
     assert [offered(size, 1600) for size in sizes] == [0] * 5
 
 
-def test_it_is_the_hulls_allocation_of_use_times_loss():
+def test_the_start_is_the_hulls_allocation_of_usage_times_loss():
     """The start minimises the sum of usage times loss (`Hull`). Unused experts keep a small weight,
     and without a loss table losses are nominal."""
     shape = five_tiers()
@@ -130,7 +130,7 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
-def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed):
+def test_every_assignment_is_reached_with_reserve_slots_in_the_lowest_tier(seed):
     """Any permutation of tiers is reached, even if all direct transitions are blocked by full
     pools."""
     rng = np.random.default_rng(seed)

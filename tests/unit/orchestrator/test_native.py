@@ -93,7 +93,7 @@ def test_exception_in_progress_stops_the_warming(e):
     assert e.inside.store.warm([(0, 3, 0)]) == 1  # the store is no longer cancelled
 
 
-def test_closed_store_says_so(runtime):
+def test_a_closed_store_raises_an_error(runtime):
     store = runtime.inside.store
     runtime.close()
     store.close()
@@ -146,7 +146,7 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_struct(compiled, name):
+def test_structs_have_the_sizes_and_offsets_of_the_header(compiled, name):
     mirror = STRUCTS[name]
     assert ctypes.sizeof(mirror) == compiled[f"sizeof(struct {name})"] == abi.STRUCT_BYTES[mirror]
     for field, *_ in mirror._fields_:
@@ -164,7 +164,7 @@ def test_every_field_is_mirrored():
         assert fields == [field[0] for field in mirror._fields_], name
 
 
-def test_constants(compiled):
+def test_constants_equal_those_of_the_header(compiled):
     assert {name: compiled[name] for name in CONSTANTS} == CONSTANTS
 
 

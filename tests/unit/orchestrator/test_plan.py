@@ -97,7 +97,7 @@ def test_everything_fits(models, name, tier):
     ({"retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
     ({"expert_ram": 2**21}, "dymoe", ("q8_0",)),
 )
-def test_choices(models, settings, policy, tiers):
+def test_settings_choose_the_policy_and_the_tiers(models, settings, policy, tiers):
     plan = plan_for(models["three"], **settings)
     assert plan.managed
     assert (plan.placement.name, plan.tier_names) == (policy, tiers)
@@ -144,7 +144,7 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
     assert plan_for(model, policy=policy, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
 
 
-def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
+def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
     """A note if --ctx exceeds the training context, or if a part belongs to another quantization.
     Two separate files may differ."""
 
@@ -186,12 +186,12 @@ def test_a_cache_that_is_too_large_is_named(models):
     ("one", {"policy": "dymoe", "retention": 0.75}, PolicyError, "--low-tier skip"),
     ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best tier"),
 )
-def test_what_cannot_be_is_refused(models, name, settings, error, said):
+def test_impossible_settings_are_refused(models, name, settings, error, said):
     with pytest.raises(error, match=said):
         plan_for(models[name], **settings)
 
 
-def test_plain_can_be_asked_for(models):
+def test_policy_plain_uses_llama_cpps_own_path(models):
     plan = plan_for(models["three"], Machine(2**28), policy="plain")
     assert not plan.managed
     assert "asked for" in plan.reason
@@ -223,7 +223,7 @@ def test_a_smaller_minimum_of_lru_is_named(models):
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
 @cases("option", {"low": "b.gguf"}, {"low_tier": "skip"}, {"low_tier": "q2_k"}, {"retention": 1.0})
-def test_what_a_policy_does_not_use_is_refused(policy, option):
+def test_options_that_the_policy_does_not_use_are_refused(policy, option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{name} has no effect with --policy {policy}"):
         check_unused(Config.build(model="a.gguf", policy=policy, **option))
@@ -241,7 +241,7 @@ def test_what_a_policy_does_not_use_is_refused(policy, option):
     ({}, "is for --policy context or floor or mixed"),
     ({"max_loss": 0.01}, None),
 )
-def test_a_loss_table_is_for_what_reads_it(asked, refused):
+def test_a_loss_table_is_refused_if_nothing_reads_it(asked, refused):
     """Only shared near slots, `mixed` and --max-loss read a loss table."""
     config = Config.build(model="a.gguf", losses=Path("t.json"), **asked)
     if refused:
@@ -267,19 +267,19 @@ def test_a_loss_table_is_for_what_reads_it(asked, refused):
     ({"low_tier": "q2_k", "max_loss": 0.0}, None),
     ({"low": "b.gguf", "policy": "mixed"}, None),
 )
-def test_lower_precisions_that_nothing_will_ask_for_are_noted(asked, said):
+def test_lower_precisions_without_effect_are_noted(asked, said):
     found = without_effect(Config.build(model="a.gguf", **asked))
     assert found is None if said is None else str(found).startswith(said)
 
 
-def test_what_a_changed_policy_does_not_use_waits(models):
+def test_settings_that_the_new_policy_does_not_use_are_ignored(models):
     settings = {"low_tier": "q2_k", "retention": 0.5}
     assert plan_for(models["three"], policy="lru", **settings).managed
     assert not plan_for(models["three"], policy="plain", **settings).managed
 
 
 @pytest.mark.parametrize("name", ["one", "three"])
-def test_what_inspect_prints_works_as_ram(models, name):
+def test_the_sizes_that_inspect_prints_work_as_ram(models, name):
     model = models[name]
     fixed = scratch_bytes(model, Config.build(model=model.path))
     facts = inspect.describe(model, fixed)
@@ -315,14 +315,14 @@ def test_logits_of_all_tokens_need_more_scratch(models):
     assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
 
 
-def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(models):
+def test_look_ahead_needs_scratch_for_copies_of_routers(models):
     model = models["one"]
     asked, never = (plan_for(model, policy=name).scratch_bytes for name in ("firm", "lru"))
     routers = (model.n_layers - 1) * model.n_expert * model.hparams.embedding_length
     assert asked - never == 2 * routers > 0  # in half precision
 
 
-def test_a_vocabulary_that_is_no_list(models, tmp_path):
+def test_a_vocabulary_that_is_not_a_list_is_refused(models, tmp_path):
     with ExpertModel.open(models["one"].path) as model:
         model.metadata["tokenizer.ggml.tokens"] = 7
         with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
@@ -336,7 +336,7 @@ def test_a_vocabulary_that_is_no_list(models, tmp_path):
     (1000 * 1000, 1000, 1000),
     (0, 131072, 0),
 )
-def test_the_longest_context_within_what_is_allowed(allowed, most, tokens):
+def test_the_longest_context_within_a_memory_limit(allowed, most, tokens):
     """With a cache of 1,000 bytes per token."""
     assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
@@ -352,7 +352,7 @@ def test_more_memory_gives_more_context_until_the_models_own(models):
         assert plan_for(models["long"], machine, ctx=ctx).n_ctx == ctx
 
 
-def test_what_fits_with_the_least_context_still_fits(models):
+def test_a_model_that_fits_with_the_minimum_context_stays_whole(models):
     least = plan_for(models["long"], ctx=4096, ubatch=16).total_bytes
     for spare in (0, MIB // 4, 40 * MIB):
         plan = plan_for(models["long"], ram=least + spare, ubatch=16)
@@ -360,7 +360,7 @@ def test_what_fits_with_the_least_context_still_fits(models):
         assert plan.total_bytes <= least + spare
 
 
-def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypatch):
+def test_a_policy_without_spare_memory_gets_the_minimum_context(models, monkeypatch):
     model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_for(model, ctx=4096, ram=MIB, **settings)
@@ -370,7 +370,7 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypa
     assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536
 
 
-def test_conversations_get_one_more_context(models):
+def test_conversations_get_memory_for_prompt_copies(models):
     """Kept conversations get memory of up to one context: at most a small share of the slots, and
     nothing if the model would no longer fit whole."""
     model = models["more"]
@@ -391,7 +391,7 @@ def test_conversations_get_one_more_context(models):
     assert plan.total_bytes <= ram
 
 
-def test_what_prompts_are_given_is_set_aside_or_refused(models):
+def test_memory_for_prompt_copies_is_reserved_or_refused(models):
     model = models["more"]
     assert plan_for(model, ctx=512, cache_ram=3 * MIB).prompt_bytes == 3 * MIB
     assert plan_for(model, ctx=512, cache_ram=0, conversations=True).prompt_bytes == 0
@@ -407,7 +407,7 @@ def test_what_prompts_are_given_is_set_aside_or_refused(models):
     plan_for(model, ram=enough + 3 * MIB, cache_ram=3 * MIB, **asked)
 
 
-def test_a_memory_that_cannot_be_cut_gets_marks(models):
+def test_recurrent_layers_get_memory_for_checkpoints(models):
     with ExpertModel.open(models["more"].path) as model:
         config = Config.build(model=model.path)
         assert part_bytes(model, config) == 0
@@ -419,7 +419,7 @@ def test_a_memory_that_cannot_be_cut_gets_marks(models):
         assert plan.prompt_bytes == plan.kv_bytes + 6 * part_bytes(model, config)
 
 
-def test_8_bits_leave_more_for_experts(models):
+def test_an_8_bit_kv_cache_leaves_more_for_experts(models):
     asked: dict[str, Any] = {"ctx": 512, "policy": "lru"}
     ram = plan_for(models["more"], **asked).total_bytes - models["more"].tier_bytes[0] // 2
     usual = plan_for(models["more"], ram=ram, **asked)
@@ -438,7 +438,7 @@ def on_gpu(model, flash, **settings):
     return plan_for(model, machine, ctx=CTX, ubatch=BATCH, policy="lru", vram=4 << 30, **settings)
 
 
-def test_what_flash_attention_does_not_keep_is_free(models):
+def test_flash_attention_needs_less_scratch(models):
     """Without flash attention, scratch also has attention weights in single and half precision and
     a mask. For Qwen3-30B at 4k tokens that is 0.4 GB."""
     model = models["one"]

@@ -122,7 +122,7 @@ def ask(model, share, **settings):
     return Config.build(model=model.path, expert_ram=slots, **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model):
+def test_speeds_are_shown_for_several_context_lengths(model):
     """Speeds are shown after 8k, 32k and 128k tokens, up to the length of the context."""
     assert LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
@@ -145,7 +145,7 @@ def found(model):
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model, found):
+def test_all_policies_and_uniform_types_are_candidates(model, found):
     """Without an allowed loss the default plan is used, even if others are faster. All policies and
     uniform types are candidates."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
@@ -172,7 +172,7 @@ def test_all_policies_and_uniform_types_are_on_it(model, found):
     assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found):
+def test_plans_on_the_frontier_are_not_dominated(found):
     candidates = found.candidates
     assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
@@ -235,7 +235,7 @@ def made(name, token_ms, kl):
     return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
-def test_as_fast_is_decided_by_the_loss():
+def test_equally_fast_plans_are_ordered_by_loss():
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
@@ -244,7 +244,7 @@ def test_as_fast_is_decided_by_the_loss():
         choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster():
+def test_the_previous_plan_stays_until_another_is_clearly_faster():
     """The previous plan is kept unless another is more than AGREE times as fast. Its remaining loss
     budget may differ, because that depends on the routing."""
     fast = made("a", 1.0, 0.01)
@@ -271,7 +271,7 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
     ({"high_tier": "q4_k"}, ("q4_k",), None),
 )
-def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
+def test_lossy_plans_are_used_only_if_an_option_asks_for_them(model, asked, taken, kl):
     """A lossy plan is used only if an option asks for less precision. Lossless plans have a loss of
     0 without a loss table."""
     config = ask(model, 0.6, **asked)
@@ -303,7 +303,7 @@ class Skipping(Takes):
     ({"low_tier": "q2_k"}, True, True, None),
     ({"conversations": False}, True, True, None),
 )
-def test_a_lossless_conversation_hears_what_a_loss_would_bring(
+def test_a_lossless_chat_notes_the_gain_of_max_loss(
     settings, fitted, measured, says, model, monkeypatch
 ):
     """The note appears only if the loss table and the measured speeds are known without a new
@@ -324,7 +324,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found, tmp_path):
+def test_plans_as_text_and_as_a_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -360,7 +360,7 @@ def config_of(model, **settings):
     ({"max_loss": 0.01, "ram": 1 << 30}, False),
     ({"max_loss": 0.01, "threads": 1}, False),
 )
-def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
+def test_a_stored_plan_belongs_to_the_settings_that_affect_it(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
     TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
     found = TakenPlans(config_of(model, **asked), model).recall()
@@ -368,7 +368,7 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
     assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model, user_folder):
+def test_a_damaged_stored_plan_is_ignored(model, user_folder):
     taken = TakenPlans(config_of(model), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
@@ -389,7 +389,7 @@ AS_ASKED = "lossless, because no option allows a loss"
     (165.0, 156.2, True, "lru", "lossless, and 5.6% faster than dymoe."),
     (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),
 )
-def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
+def test_the_marked_plan_is_the_one_that_runs(dymoe_ms, lru_ms, may_switch, taken, why):
     """The default plan runs, unless another lossless plan is more than 5 % faster and a switch is
     allowed."""
     usual, other = made("dymoe", dymoe_ms, 0.0), made("lru", lru_ms, 0.0)
@@ -407,7 +407,7 @@ def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
     (1.06, {"policy": "dymoe"}, "dymoe"),
     (1.06, {"n_ahead": 2}, "dymoe"),
 )
-def test_a_chat_runs_what_plan_marks(model, dymoe_takes, asked, policy):
+def test_a_chat_runs_the_plan_that_plan_marks(model, dymoe_takes, asked, policy):
     class TakesLonger(Takes):
         def token_s(self, cells=0):
             name = self.plan.placement.name if self.plan.placement else "plain"

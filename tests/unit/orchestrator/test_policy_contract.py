@@ -55,13 +55,13 @@ def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
     r"\bdeepcopy\b",
     r"is(instance|subclass)\((\w+\.)*policy,",
 )
-def test_policies_are_not_copied_and_not_asked_for_their_class(forbidden):
+def test_policies_are_not_copied_and_no_code_checks_their_class(forbidden):
     """Except in studies of one policy."""
     paths = [path for path in ROOT.rglob("*.py") if path.parent.name != "study"]
     assert [str(path) for path in paths if re.search(forbidden, path.read_text())] == []
 
 
-def test_no_exception_steers_the_planning():
+def test_planning_does_not_use_exceptions_as_control_flow():
     """Planning returns refusals as values and raises or catches no BudgetError. Only `pack
     --for-ram` raises it."""
     places = []
@@ -93,7 +93,7 @@ def test_a_placement_is_pure(name):
     assert one.text == other.text and shape == before
 
 
-def test_a_plan_makes_no_policy(monkeypatch):
+def test_planning_creates_no_policy(monkeypatch):
     def refuse(self, placement):
         raise AssertionError("a policy was made")
 
@@ -106,7 +106,7 @@ def test_a_plan_makes_no_policy(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, "dymoe", "mixed"])
-def test_one_start_makes_one_policy(bindings, tiny_model, monkeypatch, name):
+def test_loading_a_model_creates_one_policy(bindings, tiny_model, monkeypatch, name):
     """Comparing plans creates no policy."""
     path, made = tiny_model("qwen3moe", "q4_k", "q2_k"), []
     begin = Policy.__init__

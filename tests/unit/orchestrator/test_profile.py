@@ -63,7 +63,7 @@ def test_identity_is_the_file_and_not_its_name(paths, tmp_path):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_was_learned_belongs_to_the_file_that_was_opened(paths, tmp_path, user_folder, named):
+def test_results_are_saved_for_the_file_that_was_opened(paths, tmp_path, user_folder, named):
     """If another file takes the model's path during the run, results are saved for the file that
     was opened."""
     path, profiles = tmp_path / "model.gguf", tmp_path / "hot.json"
@@ -143,7 +143,7 @@ def test_reading_takes_no_more_memory_than_the_file(model, tmp_path):
         tracemalloc.stop()
 
 
-def test_a_damaged_cache_is_left_aside(model):
+def test_a_damaged_cache_is_ignored_with_a_note(model):
     path = profile.cached_path(model)
     profile.save(path, model, scores(model))
     kept = remember(model, remember=True)
@@ -158,7 +158,7 @@ def test_a_damaged_cache_is_left_aside(model):
     assert remember(model, remember=True).note is None
 
 
-def test_nothing_is_kept_unasked(model, user_folder):
+def test_nothing_is_saved_without_remember(model, user_folder):
     quiet = remember(model)
     quiet.learn(scores(model))
     quiet.save()
@@ -203,7 +203,7 @@ def test_a_failed_write_leaves_the_old_profile(model, tmp_path, monkeypatch):
             memory.save()  # errors of writing the cache are ignored
 
 
-def test_what_a_policy_tuned_is_kept_for_the_next_start(paths):
+def test_tuned_values_are_kept_for_the_next_start(paths):
     """Tuned values are kept by policy and model in the user cache, if `remember` is set. Damaged
     files are ignored."""
     model, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])

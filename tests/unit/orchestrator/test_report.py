@@ -26,7 +26,7 @@ def counted(times):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_costs_are_what_counters_moved_by(skip):
+def test_costs_are_differences_of_counters(skip):
     found = [counted(2), counted(5)]
     store = SimpleNamespace(
         stats=lambda: found.pop(0), calls=7, callback_us=lambda since: float(since)
@@ -40,7 +40,7 @@ def test_costs_are_what_counters_moved_by(skip):
     assert costs["kl_estimate"] is None and not costs["limit_halved"]
 
 
-def test_a_loss_is_said_with_the_spread_between_texts():
+def test_the_estimated_loss_has_the_spread_between_texts():
     meter = LossMeter(KlEstimate("q8_0", np.zeros((1, 2, 2)), np.ones((1, 2)), 0.25), True)
     meter.halved = True
     meter.step_done(Phase.DECODE, 5)

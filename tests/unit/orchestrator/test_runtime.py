@@ -82,13 +82,13 @@ def test_long_prompts_go_in_batches(runtime):
     (1, 3, 3, False),
     (N_CTX - 4, 100, 4, True),
 )
-def test_an_answer_that_is_cut(runtime, n_prompt, max_tokens, n_said, is_full):
+def test_an_answer_ends_at_its_limit_or_the_context(runtime, n_prompt, max_tokens, n_said, is_full):
     found = answered(runtime, [9] * n_prompt, max_tokens, ignore_eos=True)
     assert (found["stop_type"], found["truncated"]) == ("limit", is_full)
     assert abs(found["tokens_predicted"] - n_said) <= is_full
 
 
-def test_impossible_prompts(runtime):
+def test_prompts_that_cannot_be_answered_are_refused(runtime):
     with pytest.raises(ConfigError, match=r"256: shorten it, or raise --ctx$"):
         answered(runtime, [9] * N_CTX)
     with pytest.raises(ConfigError):
@@ -137,7 +137,7 @@ def test_cancel_inside_a_step_leaves_the_sequence_whole(e, monkeypatch):
     assert after == pytest.approx(e.eval([3, 4, 5, 6], 0), abs=1e-3)
 
 
-def test_eval(e):
+def test_eval_returns_logits_at_a_position(e):
     assert e.eval(list(range(3, 13)), 0).shape == (1, e.inside.llama.n_vocab)
     after_four = e.eval([9], 4)
     assert after_four == pytest.approx(e.eval([3, 4, 5, 6, 9], 0), abs=1e-3)
@@ -148,7 +148,7 @@ def test_eval(e):
         next(e.eval_each([4], 0))
 
 
-def test_begin_token_stands_once(config):
+def test_the_begin_token_appears_once(config):
     """The tokenizer adds the begin token, whether or not the template has it."""
     for template in ("<s>hi", "hi"):
         answering = Answering(chat_template=template)

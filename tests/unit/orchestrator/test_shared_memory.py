@@ -37,7 +37,7 @@ SHARED = SharedMemory(
     (2560, 513, 800_000 - 25_600),
     (4096, 4096, 300_000 - 40_960),
 )
-def test_what_is_left_for_slots(n_cells, n_tokens, slots):
+def test_bytes_left_for_slots(n_cells, n_tokens, slots):
     assert SHARED.slots(n_cells, n_tokens) == slots
     assert SHARED.slots(n_cells, n_tokens, held=1000) == slots
     assert SHARED.slots(n_cells, n_tokens, held=800_000) == SHARED.slots(n_cells, 1, held=800_000)
@@ -51,7 +51,7 @@ def test_what_is_left_for_slots(n_cells, n_tokens, slots):
     (897_440, 10**6, 256),
     (897_441, 10**6, 0),
 )
-def test_the_longest_context_leaves_what_a_policy_needs(least, most, longest):
+def test_the_longest_context_leaves_the_policys_minimum(least, most, longest):
     shared = replace(SHARED, least_slots=least)
     assert shared.longest(most) == longest
     if 0 < longest < most:
@@ -60,7 +60,7 @@ def test_the_longest_context_leaves_what_a_policy_needs(least, most, longest):
 
 @pytest.mark.parametrize("all_slots", [500_000, 900_000, 2_000_000, 50_000_000])
 @pytest.mark.parametrize(("n_cells", "n_tokens"), [(0, 300), (0, 900), (0, 5000), (40_000, 20_000)])
-def test_a_prompt_is_read_with_the_least_reads(all_slots, n_cells, n_tokens):
+def test_the_micro_batch_minimises_the_bytes_read(all_slots, n_cells, n_tokens):
     """The micro-batch minimises the bytes read: one pass over the missing bytes for each
     micro-batch, then the slots that were freed for it."""
     shared, end = replace(SHARED, all_slots=all_slots), n_cells + n_tokens
@@ -111,7 +111,7 @@ def test_a_long_context_takes_nothing_before_it_is_used(model, policy):
 
 
 @pytest.mark.parametrize("policy", [None, "plain"])
-def test_what_fits_whole_gets_the_longest_context_beside_it(model, policy):
+def test_a_model_that_fits_whole_gets_the_longest_context(model, policy):
     whole = plan_in(model, 2**40, ctx=4096, policy="plain")
     for n, n_ctx in ((0, 4096), (3, 4096 + 3 * CELL_STEP), (100, 16384)):
         more = plan_in(model, 2**40, ctx=4096 + n * CELL_STEP, policy="plain").total_bytes
@@ -121,7 +121,7 @@ def test_what_fits_whole_gets_the_longest_context_beside_it(model, policy):
         assert plan.total_bytes <= ram
 
 
-def test_what_is_asked_for_are_upper_limits(model):
+def test_ctx_and_ubatch_are_upper_limits(model):
     asked = {"ram": half(model), "policy": "lru", "ctx": 8192}
     plan = plan_in(model, 2**40, ubatch=1024, **asked)
     assert plan.shared is not None
@@ -132,7 +132,7 @@ def test_what_is_asked_for_are_upper_limits(model):
 
 
 @pytest.mark.parametrize("less", [0, 31, 32, 33, 56])
-def test_no_prompt_is_read_in_more_at_once_than_the_context_takes(model, less):
+def test_micro_batches_do_not_exceed_the_planned_maximum(model, less):
     plan = plan_in(model, 2**40, ram=half(model) - less * MIB, policy="lru")
     assert max(plan.micro_batch(0, n) for n in range(1, plan.n_ctx, 64)) <= plan.n_ubatch
 
@@ -156,7 +156,7 @@ def test_a_context_that_is_too_long_is_refused_with_the_longest_one(model):
     {"policy": "lru", "conversations": False},
     {"policy": "plain"},
 )
-def test_others_are_divided_once(model, settings):
+def test_memory_is_not_shared_over_time_in_other_cases(model, settings):
     """Memory is fixed for policies that keep every expert, for --expert-ram, without conversations,
     and on llama.cpp's own path."""
     plan = plan_in(model, 2**40, ctx=4096, **settings)
@@ -198,9 +198,7 @@ def cap(many, share, machine=HOST, **settings):
     (HOST, "ram", "firm"),
     (CARD, "vram", "lru"),
 )
-def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
-    many, machine, name, policy, share
-):
+def test_the_chosen_micro_batch_reads_the_fewest_bytes(many, machine, name, policy, share):
     """The chosen micro-batch reads the fewest bytes.
 
     Each micro-batch costs one pass over the missing bytes. A prompt token has an eighth of the
@@ -222,7 +220,7 @@ def test_it_is_the_one_of_those_that_can_be_asked_for_that_reads_least(
     assert (plan.n_ubatch > 512) == (share < 0.9)
 
 
-def test_where_it_stays_at_the_least(many):
+def test_micro_batches_that_stay_at_512(many):
     """The micro-batch stays at 512 if everything fits, and with --expert-ram, which scratch does
     not reduce. It is never longer than the context."""
     whole = plan_for(many, ram=cap(many, 1.0))
@@ -297,7 +295,7 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
     ({"low_tier": "skip", "retention": 1.0}, True),
     ({"policy": "dymoe", "retention": 0.9}, True),
 )
-def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, reserved):
+def test_importance_is_reserved_if_prompts_may_be_lowered(many, asked, reserved):
     """In all other cases the policy does not request importance, so its memory is never used
     without being planned."""
     config = Config.build(model=many.path, sequences=15, **asked)
@@ -319,14 +317,14 @@ def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fi
     assert longest_context(most, 256, lambda n: n > fits) == longest
 
 
-def test_parts_that_are_scored_take_no_more_than_their_share():
+def test_scored_steps_are_limited_by_the_memory_for_scores():
     config = Config.build(model="m.gguf", scored=4096)
     n_vocab = SCORING_BYTES // 8 // 13
     found = [output_tokens(PlanRequest.of(config), n, 512) for n in (2, n_vocab, SCORING_BYTES)]
     assert found == [512, 13, 1]
 
 
-def test_a_plan_has_a_context(model):
+def test_the_minimum_has_memory_for_a_context_of_256_tokens(model):
     """With states of recurrent layers, scratch counts twice. A limit without memory for one step of
     KV cells is refused."""
 
@@ -347,7 +345,7 @@ def test_a_plan_has_a_context(model):
         assert found.n_ctx >= CELL_STEP and found.total_bytes <= ram
 
 
-def test_what_was_counted_is_on_lines_between_contexts():
+def test_counted_sizes_are_interpolated_linearly():
     """Counted sizes are exact at counted contexts and linear in between, in whole steps of KV
     cells."""
 

@@ -38,7 +38,7 @@ def kept(*of, now=10 * DAY):
     return Timings(now, {"x": [Timing(*each) for each in of]})
 
 
-def test_the_least_stands_and_two_quiet_ones_that_agree_end_it():
+def test_the_shortest_time_is_used_and_two_equal_undisturbed_ones_end_measuring():
     assert kept().least("x") is None and kept().is_due("x")
     early = 9 * DAY
     one = kept((3.0, early, True))
@@ -49,7 +49,7 @@ def test_the_least_stands_and_two_quiet_ones_that_agree_end_it():
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
 
 
-def test_a_machine_that_got_slower_is_believed_in_time():
+def test_old_times_are_dropped_if_the_machine_became_slower():
     fast = (1.0, 0.0, True), (1.0, APART_S, True)
     slow = (3.0, OLD_S, True)
     assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
@@ -60,7 +60,7 @@ def test_a_machine_that_got_slower_is_believed_in_time():
 
 
 @cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
-def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
+def test_damaged_timings_are_ignored(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
     assert Timings.load(path, "a form", DAY).of == {}
@@ -104,7 +104,7 @@ def session(machine, seconds, after_s, others=0.0, **settings):
         return speeds.seconds(WHAT), speeds.disturbed
 
 
-def test_a_disturbed_moment_does_not_stay(machine):
+def test_a_disturbed_measurement_is_replaced(machine):
     """A time that other programs made ten times as long is replaced by a later, undisturbed one."""
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
@@ -114,7 +114,7 @@ def test_a_disturbed_moment_does_not_stay(machine):
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
-def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
+def test_measuring_continues_until_it_is_undisturbed(machine):
     """Measurements continue until one is undisturbed. Within one moment they are not repeated."""
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
@@ -126,7 +126,7 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
     assert machine.asked == 2 * MOST_MOMENTS + 2
 
 
-def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
+def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
     """Products of a decode step are timed in three rounds, and the median of the undisturbed ones
     is used. Products of prompts take long and have one round."""
     many, small = WHAT._replace(rows=4), Small(64, 1)
@@ -146,7 +146,7 @@ def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
         assert not speeds.again()
 
 
-def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
+def test_a_disturbed_timing_is_repeated(machine, monkeypatch):
     """A disturbed timing is repeated up to twice. The first product uses all repeats, so the second
     one stays disturbed."""
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
@@ -159,7 +159,7 @@ def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
-def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, others, expected):
+def test_the_median_or_the_fastest_tenth_is_used(bindings, monkeypatch, others, expected):
     """Runs take 1, 3 and 9 ms in turn. Without other programs the median is used, with other
     programs the fastest tenth."""
     runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
@@ -176,7 +176,7 @@ def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, othe
         assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
 
 
-def test_what_was_measured_is_kept(bindings, monkeypatch):
+def test_measured_times_are_stored(bindings, monkeypatch):
     monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
     with Speeds(bindings, 1) as speeds:
         found = speeds.seconds(WHAT)
@@ -187,7 +187,7 @@ def test_what_was_measured_is_kept(bindings, monkeypatch):
         speeds.seconds(WHAT)  # another number of threads has its own measurements
 
 
-def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
+def test_measuring_stays_within_the_memory_limit(bindings, model, monkeypatch):
     """With little free memory the measurement uses few weights, which a CPU cache may hold. The
     results are rough and are not stored."""
     taken: list[int] = []

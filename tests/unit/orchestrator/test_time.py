@@ -66,7 +66,7 @@ def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts():
     assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
 
 
-def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about():
+def test_fixed_times_are_added_per_token_and_per_decided_layer():
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
     alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
     unasked = PlanTime(besides, all_there(), DISK, 512)
@@ -74,7 +74,7 @@ def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
-def test_reads_hide_behind_what_is_there_and_no_more():
+def test_reads_are_hidden_by_computing_resident_experts():
     # Reading one expert takes 5 + 1 ms, and computing two takes 20 ms. Reading two takes 11 ms. All
     # reads are hidden.
     hidden = PlanTime(costs(), missing(0.5), DISK, 512)
@@ -88,7 +88,7 @@ def test_reads_hide_behind_what_is_there_and_no_more():
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
-def test_what_is_foreseen_hides_behind_the_dense_weights_as_well():
+def test_prefetches_are_also_hidden_by_dense_weights():
     disk = Bandwidth(4e5, latency_s=0.0)
     late = PlanTime(costs(), missing(1.0), disk, 512)
     early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
@@ -119,7 +119,7 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
     assert took(2.5e5, 1.0) > took(2.5e5)  # predicted experts are read during more computation
 
 
-def test_a_prompt_reads_each_expert_once_a_part():
+def test_a_prompt_reads_each_expert_once_per_micro_batch():
     disk = Bandwidth(1e3, latency_s=0.0)  # 5 s per expert
     whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
     # the last layer computes only the last token
@@ -132,7 +132,7 @@ def test_a_prompt_reads_each_expert_once_a_part():
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed():
+def test_the_first_reads_have_the_disks_first_speed():
     """The first pass of the first prompt reads at `first_bytes_per_s`. Its second part, later
     prompts and tokens read bytes that were read before."""
     disk = Bandwidth(1e3, latency_s=0.0, first_bytes_per_s=250.0)
@@ -172,7 +172,7 @@ def lru_hits(uses, n_slots, steps=6000):
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
-def test_hits_are_those_of_a_cache_that_is_played(exponent):
+def test_hit_rates_equal_those_of_a_simulated_cache(exponent):
     uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
     for n_slots in (16, 38, 58):
         there = recently_used(uses, n_slots)
@@ -237,7 +237,7 @@ def test_hot_experts_that_stay_high_are_not_missed():
     assert alike.hit_rate < there.hit_rate - 0.05
 
 
-def test_plans_of_a_model(bindings, model):
+def test_predictions_for_plans_of_a_model(bindings, model):
     config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
     with ExpertModel.open(model) as opened, Speeds(bindings, 1) as speeds:
         predictor = TimeModel(opened, Bandwidth(1e8), speeds, *known_uses(config, opened))

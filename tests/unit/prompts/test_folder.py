@@ -77,7 +77,7 @@ def read(folder, listed, most=ROOMY):
     return None if marks is None else (states[0], marks)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_saved_sequence_is_read_back(tmp_path):
     part = np.arange(200, dtype=np.uint8)
     marks = Mark(2, part, None), Mark(3, None, b"policy"), Mark(5, part + 1, b"")
     turn = turn_of([7, 8, 9, 10, 11, 12], *marks)
@@ -126,7 +126,7 @@ def test_a_file_under_anothers_name_is_dropped(tmp_path):
     assert len(folder.notes) == 1
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "x.prompt").write_text("mine")
     folder = PromptFolder(tmp_path, 1 << 20)
@@ -135,7 +135,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     assert {"notes.txt", "x.prompt"} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
+def test_a_longer_turn_replaces_a_shorter_one(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     for conversation, turn in ((0, 0), (1, 3), (0, 1), (0, 2)):
         made(conversation, turn).save(folder)
@@ -156,7 +156,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000_000
 
 
-def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
+def test_a_conversation_above_the_limit_is_not_kept(tmp_path):
     folder = PromptFolder(tmp_path, 100_000)
     made(0, 0).save(folder)
     assert list(tmp_path.iterdir()) == []
@@ -164,7 +164,7 @@ def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
     assert "--prompt-cache-limit" in note
 
 
-def test_what_has_no_room_in_memory_stays(tmp_path):
+def test_a_file_that_does_not_fit_the_context_is_kept(tmp_path):
     made(0, 0).save(PromptFolder(tmp_path, ROOMY))
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
@@ -181,13 +181,13 @@ def test_what_has_no_room_in_memory_stays(tmp_path):
     ("file/below", "below: it is a file, or in one: name a folder"),
     ("x" * 300, "File name too long: name a folder that can be made and written"),
 )
-def test_what_is_no_folder_is_refused_with_a_remedy(name, said, tmp_path):
+def test_a_path_that_is_not_a_folder_is_refused(name, said, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=said):
         PromptFolder(tmp_path / name, ROOMY)
 
 
-def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypatch):
+def test_a_failed_write_is_reported_with_the_systems_reason(tmp_path, monkeypatch):
     """llama.cpp reports only that writing failed."""
 
     def full(*_):
@@ -203,7 +203,7 @@ def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_a_failed_write_of_llama_cpp_is_reported(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # nothing to write
     assert folder.notes == []
@@ -213,7 +213,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
+def test_a_killed_writer_leaves_only_complete_files(tmp_path):
     """Twenty times, at random points of its work."""
 
     def work():

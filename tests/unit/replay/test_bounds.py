@@ -44,7 +44,7 @@ def best_of_all(events, capacity):
     return max(states.values())
 
 
-def test_by_hand():
+def test_belady_by_hand():
     """Experts 0 1 2 0 1 2 with two slots: one of the last three must miss. The optimum evicts the
     expert whose next use is last."""
     trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
@@ -59,7 +59,7 @@ def test_by_hand():
     ]  # it keeps 0 and streams the others
 
 
-def test_phases_are_told_apart():
+def test_belady_counts_phases_separately():
     trace = random_trace(np.random.default_rng(0))
     found = optimum(trace, 24)
     distinct = sum(len(np.unique(event.ids)) for event in next(trace.steps()).events)

@@ -85,7 +85,7 @@ def test_a_prefetch_evicts_when_its_read_starts(link):
     assert (stats.evictions, stats.prefetch_cancelled, stats.hits[Phase.DECODE]) == (1, 8, 3)
 
 
-def test_asked_for_meanwhile_it_takes_a_slot(link):
+def test_a_requested_prefetch_takes_a_slot(link):
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -98,7 +98,7 @@ def test_asked_for_meanwhile_it_takes_a_slot(link):
     assert 3 in one.resident()
 
 
-def test_it_evicts_nothing_of_its_own_list(link):
+def test_a_prefetch_evicts_no_expert_of_its_own_list(link):
     """The read of 3 starts long after the list was requested."""
     one = link(slots=2)
     one.route(0, 1)

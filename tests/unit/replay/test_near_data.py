@@ -65,11 +65,11 @@ CLOSED_FORM = [
 
 
 @pytest.mark.parametrize(("shape", "n_hot", "mass", "bits", "ms"), CLOSED_FORM)
-def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, ms):
+def test_decode_steps_equal_the_closed_form(shape, n_hot, mass, bits, ms):
     assert step_ms(shape, n_hot, mass, bits) == pytest.approx(ms, rel=0.006)
 
 
-def test_one_expert_takes_what_its_bytes_or_products_do(monkeypatch):
+def test_time_of_an_expert_follows_its_bytes_or_products(monkeypatch):
     assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
     near = [SMALL.near_ms(bits) for bits in (16, 3, 2)]
     assert near == pytest.approx([0.688, 0.129, 0.086], rel=0.005)
@@ -82,7 +82,7 @@ def test_one_expert_takes_what_its_bytes_or_products_do(monkeypatch):
     assert SMALL.near_ms() == pytest.approx(0.172, rel=0.005)
 
 
-def test_a_prompt_streams_or_computes_what_is_sooner_done():
+def test_prompts_stream_or_compute_whichever_is_faster():
     """With 512 tokens an expert gets 128: 14.1 ms over the link or 22 ms near its memory, both in
     parallel. The faster schedule is chosen."""
     tokens = np.full(8, 128.0)
@@ -126,7 +126,7 @@ def test_speedups_over_near_only_and_over_monde_with_its_fitted_rate(
     )
 
 
-def test_a_gpu_alone_copies_what_it_does_not_hold_once_a_prompt():
+def test_a_gpu_alone_copies_missing_experts_once_per_prompt():
     """The GPU holds 218 of 256 experts. Copying the others takes longer than computing all."""
     runs = runs_of(SMALL, 4, 0.5, 3.0)
     missing = 256 - (80e9 - 2 * 1.6e9) / SMALL.expert_bytes()
@@ -149,7 +149,7 @@ MOVED = [
 @pytest.mark.parametrize(
     ("hot", "usual", "moved"), [case[1:] for case in MOVED], ids=[case[0] for case in MOVED]
 )
-def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
+def test_only_changed_experts_are_moved(hot, usual, moved, monkeypatch):
     def use(experts):
         counts = np.zeros((32, 8))
         counts[:, list(experts)] = 1.0
@@ -165,7 +165,7 @@ def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
     assert not runs["static"].moves.any()  # placed once, before all sequences
 
 
-def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing(monkeypatch):
+def test_experts_streamed_by_a_prompt_stay_on_the_gpu(monkeypatch):
     sequence = independent(SMALL, 4, 0.5, 16)
     routing = Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
     monkeypatch.setattr(near_data, "LENGTHS", ((4, 8), (4096, 8)))
@@ -181,7 +181,7 @@ def alone(shape, ids, n_slots, bits):
     return on_demand(one_layer, [sequence], bits, n_slots + 0.01)
 
 
-def test_gpu_lru_copies_what_it_has_not():
+def test_gpu_lru_copies_missing_experts():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
     kept = alone(SMALL, [(0, 1), (1, 0)], 2, GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
@@ -214,7 +214,7 @@ def test_traces_that_cannot_stand_for_the_shape_are_refused():
         from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
 
 
-def test_generated_routing_is_as_alike_as_the_papers():
+def test_generated_routing_has_the_papers_similarity():
     made = generated(SMALL)
     found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
     assert np.mean(found) == pytest.approx(0.89, abs=0.05)
@@ -239,7 +239,7 @@ def test_the_command_prints_every_strategy(tmp_path):
     assert found["n_hot"] == 2 and found["runs"]["monde"]["over_monde"] == 1.0
 
 
-def test_the_report_says_what_is_fitted_and_leads_with_what_is_not():
+def test_the_report_names_fitted_constants():
     lines = run("--near-data").stdout.splitlines()
     assert any("x monde is fitted" in line and "1.1 expert migrations" in line for line in lines)
     assert any("near-only has no fitted constant" in line for line in lines)
@@ -269,6 +269,6 @@ def test_end_to_end_times_are_compared_with_both_bases():
         (("--near-data", "--hot=9"), "mixtral-8x7b has 8 per layer"),
     ],
 )
-def test_what_does_not_go_together_is_said(args, message):
+def test_conflicting_options_are_refused(args, message):
     result = run(*args)
     assert result.exit_code != 0 and message in result.output.replace("\n", " ")

@@ -55,7 +55,7 @@ def without(copy, name):
 
 
 @pytest.mark.parametrize("name", [each for each in POLICIES if each != BASELINE])
-def test_the_others_do_without_it(library, tmp_path, name):
+def test_other_policies_work_without_a_policy(library, tmp_path, name):
     leave_out = shutil.ignore_patterns("__pycache__", "lab")
     shutil.copytree(ROOT / "orchestrator", tmp_path / "orchestrator", ignore=leave_out)
     without(tmp_path, name)

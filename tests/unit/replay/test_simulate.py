@@ -193,7 +193,7 @@ def test_events_compute_as_long_as_they_did(library):
         np.testing.assert_allclose(instant.step_us, [30.0, 70.0, 900.0], atol=0.01)
 
 
-def test_what_was_skipped_computed_nothing(library):
+def test_skipped_experts_have_no_compute_time(library):
     """Replay of a run that skipped half of its experts: the other half took the recorded time."""
     trace = decode([[0, 1]], [[0, 1]], policy="dymoe", rules=Rules(skip=True))
     trace.arrays["event_computed"][:] = 1
@@ -258,14 +258,14 @@ def test_report(library):
         ),
     ],
 )
-def test_refused(library, options, error, said):
+def test_impossible_options_are_refused(library, options, error, said):
     trace = random_trace(np.random.default_rng(0))
     with pytest.raises(error) as caught:
         replay(library, trace, ReplayOptions(**options))
     assert said in str(caught.value)
 
 
-def test_no_bandwidth_anywhere(library):
+def test_an_unknown_bandwidth_is_refused(library):
     trace = random_trace(np.random.default_rng(0))
     unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
     with pytest.raises(ConfigError, match="such as --bandwidth 2GB"):

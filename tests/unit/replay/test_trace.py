@@ -295,7 +295,7 @@ def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path):
         read_trace(path)
 
 
-def test_an_array_that_says_it_is_larger_is_refused(tmp_path):
+def test_an_array_with_a_wrong_size_is_refused(tmp_path):
     path = tmp_path / "t.npz"
     trace = random_trace(np.random.default_rng(0))
     buffer = io.BytesIO()

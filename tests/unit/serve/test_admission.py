@@ -40,7 +40,7 @@ class Halted(Client):
         self._incoming = [{"type": "http.request", "body": part, "more_body": True}]
 
 
-def test_who_says_much_and_sends_nothing_holds_nobody_up():
+def test_memory_for_bodies_is_counted_by_received_bytes():
     """Memory for bodies is counted by received bytes and not by Content-Length."""
     state, app = served_by(FakeServed(whole()))
 
@@ -65,7 +65,7 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up():
 
 
 @in_a_loop
-async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
+async def test_waiting_requests_do_not_block_other_paths():
     """Six long requests do not block a short one on another path."""
     go_on = threading.Event()
     state, app = served_by(FakeServed(whole(hold=go_on), *(whole() for _ in range(7))))
@@ -78,7 +78,7 @@ async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
     assert state.bodies.kept_bytes == 0
 
 
-def test_a_body_without_room_is_refused_at_once():
+def test_a_body_beyond_the_memory_is_refused_at_once():
     state, app = served_by(FakeServed(whole()))
     state.bodies.kept_bytes += KEPT * 2**17 - 10
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
@@ -90,7 +90,7 @@ def test_a_body_without_room_is_refused_at_once():
     assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
 
 
-def test_each_request_gives_its_room_back():
+def test_each_request_frees_its_memory():
     """Memory is also freed by requests that are refused, that grow when rewritten, and whose client
     leaves."""
     state, app = served_by(FakeServed(*(whole() for _ in range(20))))
@@ -109,7 +109,7 @@ def test_each_request_gives_its_room_back():
 
 
 @in_a_loop
-async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
+async def test_one_thread_at_a_time_works_with_bodies():
     """If a client leaves while a thread works with its body, the memory is freed only after the
     work has ended."""
     at_work, go_on = threading.Event(), threading.Event()
@@ -236,7 +236,7 @@ def tool(n):
     # Chat templates write the names of properties, so these count too.
     (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
 )
-def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
+def test_texts_that_need_more_memory_than_reserved_are_refused(
     path, data, chars_a_token, word, says
 ):
     """If every character is a token, tokenizing takes 130 times the length of the text, and a
@@ -261,7 +261,7 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     ("gpt2", "sarvam-moe", "é é é é\na line", 7),
     ("gemma4", "", "é é é é, and\na line", 12),
 )
-def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longest):
+def test_the_longest_word_of_a_tokenizer(kind, cut, text, longest):
     words = Words(kind, cut)
     assert not words.is_whole and words.longest(text) == longest
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
@@ -290,7 +290,7 @@ def test_a_long_word_is_found_across_the_pieces_that_are_searched():
     assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
 
 
-def test_the_plan_counts_them():
+def test_the_plan_includes_memory_for_bodies_and_answers():
     config = Config.build(model="a.gguf")
 
     def planned(parallel, longest, kind="gpt2"):
@@ -309,7 +309,7 @@ def test_the_plan_counts_them():
 
 
 @in_a_loop
-async def test_requests_run_in_their_order_and_the_rest_waits():
+async def test_requests_run_in_order():
     gate = Gate(places=2, queue=2)
     tickets = [gate.join() for _ in range(4)]
     assert [each.turn.done() for each in tickets] == [True, True, False, False]
@@ -350,7 +350,7 @@ async def test_clients_take_turns_and_none_can_fill_the_queue():
 
 
 @in_a_loop
-async def test_who_leaves_the_line_lets_the_next_one_pass():
+async def test_leaving_the_queue_lets_the_next_request_run():
     gate = Gate(places=2, queue=4)
     first = gate.join()
     wide, narrow = gate.join(2), gate.join(1)
@@ -364,7 +364,7 @@ async def test_who_leaves_the_line_lets_the_next_one_pass():
 
 
 @in_a_loop
-async def test_who_would_wait_behind_a_wide_request_counts_as_waiting():
+async def test_a_request_after_a_wide_one_counts_as_waiting():
     gate = Gate(places=2, queue=1)
     gate.join()
     gate.join(2)
@@ -373,7 +373,7 @@ async def test_who_would_wait_behind_a_wide_request_counts_as_waiting():
 
 
 @in_a_loop
-async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
+async def test_a_queue_of_zero_refuses_only_requests_that_would_wait():
     gate = Gate(places=1, queue=0)
     ticket = gate.join()
     with pytest.raises(Refusal):
@@ -385,7 +385,7 @@ async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
 
 
 @in_a_loop
-async def test_requests_share_the_context_by_what_they_may_take():
+async def test_requests_share_the_context_by_their_maximum_length():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     long, short = gate.join(cells=700), gate.join(cells=300)
@@ -401,7 +401,7 @@ async def test_requests_share_the_context_by_what_they_may_take():
 
 
 @in_a_loop
-async def test_a_request_takes_what_its_sequence_still_holds():
+async def test_cells_held_by_the_sequence_count_for_its_request():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     first, second = gate.join(cells=400), gate.join(cells=100)
@@ -411,7 +411,7 @@ async def test_a_request_takes_what_its_sequence_still_holds():
     assert gate.widen(first, 900)
 
 
-def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first():
+def test_unread_answers_are_limited_and_the_oldest_is_dropped():
     gone = []
     unread = UnreadAnswers(100)
     for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):

@@ -52,7 +52,7 @@ def progress(processed):
     (PART, 40.7, None),
     (b"event: message_start\n" + progress(20), 40.7, None),
 )
-def test_a_report_is_repeated_with_what_was_read_since(events, done, sent):
+def test_progress_is_repeated_with_the_part_read_since(events, done, sent):
     found = progress_of(events)
     assert (with_progress(found, done) if found else None) == sent
 
@@ -76,7 +76,7 @@ async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
     assert client.reply.parts[0] == progress(20)
 
 
-def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
+def test_the_last_event_of_a_stream_has_the_costs():
     reply = reply_of(request := streaming(PART, FINAL, event(b"[DONE]")), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [PART, event(b"[DONE]")]
@@ -113,7 +113,7 @@ QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
     # If the request names the response fields, no others are added.
     (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
 )
-def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
+def test_a_whole_answer_has_the_costs(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
     reply = reply_of(whole(written), path, data)
     assert reply.headers["content-type"].startswith("application/json")
@@ -154,7 +154,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
     (Exhausted(200, False, []), 500, 500, "too little memory"),
     (Exhausted(200, True, [PART]), 200, 500, "too little memory"),
 )
-def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
+def test_failures_are_a_status_or_the_last_event(made, status, code, says):
     reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)
     assert reply.status == status
     if status == 200:
@@ -163,7 +163,7 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code,
     assert says in error["message"] and error.get("code") == code
 
 
-def test_events_of_several_prompts_that_say_nothing_are_left_out():
+def test_empty_events_of_several_prompts_are_left_out():
     reply = reply_of(streaming(PART, b"data: null\n\n", PART + b"data: null\n\n"), CHAT, STREAM)
     assert reply.body.count(PART) == 2 and b"null" not in reply.body.replace(PART, b"")
 
@@ -176,7 +176,7 @@ def test_events_of_several_prompts_that_say_nothing_are_left_out():
         (streaming(PART), STREAM),
     ],
 )
-def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
+def test_an_answer_cut_by_shutdown_is_an_error(made, data):
     state, app = served_by(FakeServed(made))
     made.hold = Event()
 
@@ -198,7 +198,7 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
     ("/metrics", None, b"", 200),
     ("/v1/models", None, b"", 200),
 )
-def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data, answer, status):
+def test_a_short_answer_cut_by_shutdown_is_an_error(path, data, answer, status):
     state, app = served_by(FakeServed(whole(answer, status, hold=Event())))
 
     async def run():
@@ -213,7 +213,7 @@ def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data,
     assert reply.status == 503 and b"the server is shutting down" in reply.body
 
 
-def test_what_came_before_a_step_failed_is_sent():
+def test_parts_before_a_failed_step_are_sent():
     """If tokens are fast, one read has several parts. An error text in the model's answer is not an
     error."""
     said = event(b'{"content": "Compute error."}')
@@ -224,7 +224,7 @@ def test_what_came_before_a_step_failed_is_sent():
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
 
-def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
+def test_parts_before_a_failed_step_have_their_form_and_costs():
     said = {"index": 0, "text": "a", "logprobs": {"content": []}}
     first = json.dumps({"choices": [said], "timings": {}}).encode()
     request = streaming(event(first), event(FAILED), at_once=True)
@@ -281,9 +281,7 @@ def tokenized(tokens):
     (COMPLETIONS, {"prompt": "a"}, tokenized),
 )
 @in_a_loop
-async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
-    pings, path, data, count_of
-):
+async def test_prompts_that_are_too_long_are_refused_before_the_stream(pings, path, data, count_of):
     """Also if the request waits so long that keep-alive comments were sent."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
@@ -311,7 +309,7 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
 
 
 @in_a_loop
-async def test_nobody_waits_for_ever_and_the_line_is_bounded():
+async def test_waiting_has_a_timeout_and_the_queue_a_limit():
     holds = [whole(hold=Event()) for _ in range(3)]
     state, app = served_by(FakeServed(*holds), queue=1, timeout=1)
     replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
@@ -364,7 +362,7 @@ class Deaf(Client):
 
 @pytest.mark.parametrize("most_bytes", [1000, 1])
 @in_a_loop
-async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
+async def test_an_unread_answer_holds_no_place_when_complete(monkeypatch, most_bytes):
     """Unread answers stay in memory up to a limit. Beyond it, the oldest connection is aborted."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     state, app = served_by(
@@ -386,7 +384,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
 
 
 @in_a_loop
-async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
+async def test_a_client_that_leaves_does_not_evict_a_slow_one(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state, app = served_by(
         FakeServed(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
@@ -403,14 +401,14 @@ async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
 
 
 @in_a_loop
-async def test_who_reads_nothing_until_the_timeout_is_cut():
+async def test_a_client_that_reads_nothing_is_cut_at_the_timeout():
     app = app_for(FakeServed(streaming(PART, FINAL, pause=Event())), timeout=1)
     deaf, ends = begun(app, CHAT, STREAM, Deaf)
     await end_of(ends)
     assert deaf.aborted.is_set()
 
 
-def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(monkeypatch):
+def test_missing_file_descriptors_refuse_a_request_and_free_its_place(monkeypatch):
     def none(*_):
         raise OSError(24, "Too many open files")
 

@@ -42,7 +42,7 @@ def asked_at_once(monkeypatch):
         yield found
 
 
-def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
+def test_idle_reads_run_before_and_after_requests(served, asked_at_once):
     """Idle reads do not change answers, and none run during a request."""
     driver, store, app = served.runtime.inside.driver, served.runtime.inside.store, app_of(served)
     driver._idle.wait()
@@ -62,7 +62,7 @@ def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
 
 
 @in_a_loop
-async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
+async def test_idle_reads_wait_for_the_step_of_a_client_that_left(asked_at_once, monkeypatch):
     """If a client leaves during a step, idle reads start after the step."""
     served = asked_at_once
     driver, store = served.runtime.inside.driver, served.runtime.inside.store
@@ -94,7 +94,7 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
     assert seen == ["step", "idle"]
 
 
-def test_figures_do_not_end_it(served):
+def test_status_requests_do_not_stop_idle_reads(served):
     thread, app = served.runtime.inside.driver._idle._thread, app_of(served)
     assert thread is not None
     assert [ask(app, path).status for path in ("/metrics", "/experts", "/props")] == [200] * 3

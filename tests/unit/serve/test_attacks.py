@@ -83,7 +83,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_each_gets_one_clear_status(served, name):
+def test_each_attack_gets_one_clear_status(served, name):
     data, status = ATTACKS[name]
     said = answer_to(served, data)
     assert said.count(b"HTTP/1.1 ") == 1, said[:400]
@@ -98,7 +98,7 @@ def assert_goes_on(served):
     assert not any("Traceback" in line for line in served.lines), served.lines
 
 
-def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
+def test_slow_clients_are_disconnected_and_block_no_other(served):
     started = b"GET /health HTTP/1.1\r\nHost: loc"
     # A client that sends single bytes does not extend its timeout.
     slow = [served.connected() for _ in range(40)]
@@ -134,7 +134,7 @@ def trickle(sock, data):
     pytest.fail("it is waited for ever")
 
 
-def test_who_sends_a_byte_more_and_leaves_is_noticed(served):
+def test_a_client_that_leaves_after_one_more_byte_is_noticed(served):
     """If a client sends one byte more and leaves, its request ends at once and frees its place."""
     long = chat("hello", max_tokens=400, ignore_eos=True, stream=True).replace(
         b"Connection: close\r\n", b""
@@ -148,14 +148,14 @@ def test_who_sends_a_byte_more_and_leaves_is_noticed(served):
     assert said.count("POST /v1/chat/completions 200 0.") >= 4, said
 
 
-def test_a_whole_address_names_the_host_and_the_path(served):
+def test_an_absolute_url_as_request_target(served):
     asked = request(b"GET http://localhost/health HTTP/1.1\r\n" + KEYED)
     assert answer_to(served, asked).startswith(b"HTTP/1.1 200 ")
     asked = request(b"GET http://evil.example/v1/models HTTP/1.1\r\n" + KEYED)
     assert answer_to(served, asked).startswith(b"HTTP/1.1 421 ")
 
 
-def test_many_calls_in_one_message_are_refused_by_their_number(served):
+def test_too_many_parts_of_a_message_are_refused(served):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [call] * 500}
     data = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 1}
@@ -170,7 +170,7 @@ def test_many_calls_in_one_message_are_refused_by_their_number(served):
     assert reply.startswith(b"HTTP/1.1 400 ") and b"500 parts of messages" in reply
 
 
-def test_who_reads_nothing_holds_nobody_up(served):
+def test_a_client_that_reads_nothing_blocks_no_other(served):
     silent = served.connected()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     silent.sendall(chat("hello", stream=True, max_tokens=100, ignore_eos=True))
@@ -179,7 +179,7 @@ def test_who_reads_nothing_holds_nobody_up(served):
     assert_goes_on(served)
 
 
-def test_no_file_of_the_machine_is_named(served, tmp_path):
+def test_no_local_file_is_read(served, tmp_path):
     (tmp_path / "secret").write_text("a secret")
     for field in ("lora", "slot_save_path", "filename", "grammar_file", "image_url"):
         said = answer_to(served, chat("hello", **{field: str(tmp_path / "secret")}))

@@ -121,13 +121,13 @@ def test_a_schema_is_rewritten(name):
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_is_not_enforced_has_a_path(name):
+def test_parts_that_are_not_enforced_are_named_by_path(name):
     schema, said = LOST[name]
     _, lost = rewritten(schema, "s")
     assert lost and said in lost[0]
 
 
-def test_arguments_are_one_object():
+def test_arguments_of_a_tool_become_one_object():
     schema = {
         "anyOf": [{**of(p=TEXT), "required": ["p"]}, {**of(p=WHOLE, q=TEXT), "required": ["p"]}]
     }

@@ -55,7 +55,7 @@ def app_with(**settings):
     ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
     ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
 )
-def test_who_gets_in(settings, headers, status):
+def test_hosts_keys_and_origins_that_are_accepted(settings, headers, status):
     app = app_with(**settings)
     reply = ask(app, CHAT, MESSAGE, **headers)
     assert reply.status == status
@@ -163,7 +163,7 @@ def test_bodies_that_cannot_be_served(body, status, says):
     assert_refused(app_for(FakeServed()), CHAT, body, says, status)
 
 
-def test_a_body_is_as_long_as_the_context_has_use_for():
+def test_the_body_limit_follows_the_context():
     longest = [
         ServeSettings(**settings).most_body_bytes(n_ctx)
         for settings, n_ctx in (({}, None), ({}, 512), ({}, 2**15), ({"body_limit": 99}, 2**15))
@@ -175,7 +175,7 @@ ROOM = ": send less, or start the server with --body-limit 512KiB, the context's
 
 
 @pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
-def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx, says):
+def test_a_large_body_that_fits_the_context_names_the_needed_limit(n_ctx, says):
     """Without --ctx, the context is known only after the model has loaded; the limit is known
     before. The message names the limit that the request needs."""
     served = FakeServed()
@@ -216,7 +216,7 @@ def test_a_model_is_found_by_its_name():
     ("/v1/chat/completions/x", 404),
     (CHAT, 405),
 )
-def test_paths_and_methods_that_there_are_not(path, status):
+def test_unknown_paths_and_methods(path, status):
     reply = ask(app_with(), path)
     assert reply.status == status
     assert status == 404 or "method" in reply.json()["error"]["message"]
@@ -270,7 +270,7 @@ def test_a_path_without_v1_is_llama_cpps_own():
     assert routes == ["/completion", "/completion", "/v1/completions"]
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_is_built(tmp_path, monkeypatch):
+def test_a_missing_model_is_reported_before_the_server_is_compiled(tmp_path, monkeypatch):
     def build(*_):
         raise AssertionError("the server is built first")
 

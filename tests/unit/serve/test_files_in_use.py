@@ -38,7 +38,7 @@ def renamed(path):
     (renamed, OTHER, False),
     (Path.unlink, OTHER, False),
 )
-def test_what_became_of_a_file(tmp_path, change, says, is_fault):
+def test_changes_of_a_file_are_detected(tmp_path, change, says, is_fault):
     paths = [tmp_path / "first", tmp_path / "second"]
     for path in paths:
         path.write_bytes(b"abc")
@@ -85,7 +85,7 @@ class Rewritten(FakeServed):
         return "" if self.looks >= 0 else WRITTEN
 
 
-def test_an_answer_ends_where_its_file_is_written_to():
+def test_an_answer_ends_when_its_file_is_written_to():
     parts = [b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % n for n in range(3)]
     app = app_for(Rewritten(streaming(*parts)))
     reply = ask(app, CHAT, {**ASK, "stream": True})

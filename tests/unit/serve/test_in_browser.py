@@ -143,7 +143,7 @@ if (path === "/experts") return new Response(JSON.stringify(all));
 """
 
 
-def test_a_ram_is_advised_with_which_experts_stream(browser, served):
+def test_a_ram_that_streams_experts_is_suggested(browser, served):
     tab = opened(browser, served, PLAIN)
     tab.until("!$('plain').hidden")
     assert "moe-edge serve --ram 110MiB," in tab.value("$('plain').innerText")
@@ -198,7 +198,7 @@ def loaded_anew(tab):
     tab.until("!window.before && document.readyState === 'complete' && typeof seen !== 'undefined'")
 
 
-def test_a_page_that_is_loaded_anew_has_the_conversation(browser, served):
+def test_a_reloaded_page_has_the_conversation(browser, served):
     tab = opened(browser, served, SLOWED)
     tab.value("held = true")
     asked(tab, STORY)
@@ -234,7 +234,7 @@ def test_a_question_without_an_answer_comes_back(browser, served):
     assert tab.value("$('log').children.length") == 0
 
 
-def test_what_a_model_writes_is_text(browser, served):
+def test_markup_of_the_model_is_shown_as_text(browser, served):
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)
     asked(tab, ATTACK)
@@ -271,7 +271,7 @@ def test_a_key_is_asked_for(browser, served):
     tab.until("!running && /Oslo/.test($('log').innerText)")
 
 
-def test_a_connection_that_breaks_leaves_what_came(browser, served):
+def test_a_broken_connection_keeps_the_partial_answer(browser, served):
     tab = opened(browser, served, LOST)
     asked(tab, QUESTION)
     tab.until("!running && document.querySelectorAll('#log .wrong[role=alert]').length")
@@ -286,7 +286,7 @@ def test_a_connection_that_breaks_leaves_what_came(browser, served):
     tab.until("!running && messages.length === 4")
 
 
-def test_keyboard_and_screen_reader_get_everywhere(tab):
+def test_all_elements_are_reachable_by_keyboard(tab):
     tab.until("seen !== null")
     reached = []
     for _ in range(5):

@@ -48,7 +48,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("options", [(), ("--policy", "lru")])
-def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
+def test_long_prompts_survive_a_kill(model, tmp_path, options):
     """After SIGKILL, the next server reads only the new tokens and gives the same bits. `chat` uses
     the same files."""
     folder = tmp_path / "prompts"
@@ -67,7 +67,7 @@ def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_makes_room_for_another_one_and_comes_back(model, tmp_path, parallel):
+def test_a_conversation_returns_after_others_used_its_sequence(model, tmp_path, parallel):
     folder = tmp_path / "prompts"
     with started(model, folder, "--parallel", str(parallel)) as server:
         said, _, n_long = asked(server, LONG)
@@ -122,7 +122,7 @@ def test_every_form_of_a_request_comes_back(model, tmp_path):
     assert max(again) <= 4, again
 
 
-def test_what_has_no_room_stays_for_a_larger_context(model, tmp_path):
+def test_a_file_too_long_for_the_context_is_kept(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         said, _, n = asked(server, LONG)
@@ -136,7 +136,7 @@ def test_what_has_no_room_stays_for_a_larger_context(model, tmp_path):
         assert asked(server, going_on(LONG, said))[1] < n // 10
 
 
-def test_what_cannot_be_used_is_read_again(model, tmp_path):
+def test_damaged_files_and_files_above_the_limit_are_read_again(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, OTHER)
@@ -155,7 +155,7 @@ def test_what_cannot_be_used_is_read_again(model, tmp_path):
     assert files(folder) == []
 
 
-def test_a_state_that_was_cut_is_read_again(model, tmp_path):
+def test_a_truncated_state_is_read_again(model, tmp_path):
     """The file's hash is correct, so llama.cpp gets the truncated state."""
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
@@ -199,7 +199,7 @@ def test_a_file_that_claims_too_much_is_damaged(tmp_path, n_tokens, marks):
     assert "this kept conversation is damaged, so it was removed." in folder.notes[0]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
+def test_an_unwritable_folder_is_reported_once(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         folder.rmdir()
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["the client leaves", "the server ends"])
-def test_a_prompt_that_was_not_read_to_its_end_is_not_kept_as_if_it_were(model, tmp_path, way):
+def test_a_partly_read_prompt_is_not_kept_as_complete(model, tmp_path, way):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, LONG)

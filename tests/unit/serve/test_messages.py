@@ -124,7 +124,7 @@ def response_call(arguments):
         [{"role": "assistant", "content": "a", "type": "message"}],
     ),
 )
-def test_a_conversation_that_llama_cpp_can_read(path, sent, got):
+def test_messages_are_rewritten_for_llama_cpp(path, sent, got):
     name, more = ("input", {}) if path == RESPONSES else ("messages", {"max_tokens": 5})
     status, found = seen(path, {name: sent, **more})
     assert (status, found[name]) == (200, sent if got is AS_SENT else got)
@@ -143,7 +143,7 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; {}"
     HEADER.format("9", "cch=a5145;\n"),
     "x-anthropic-billing-header:",
 )
-def test_a_header_that_changes_with_each_request_is_no_part_of_the_prompt(header):
+def test_the_billing_header_is_removed_from_prompts(header):
     """Claude Code's billing header changes with each request. Without it, prompts begin with the
     same tokens and can be reused."""
     block, own = {"type": "text", "text": header}, {"type": "text", "text": CLAUDE}
@@ -244,7 +244,7 @@ def test_arguments_of_a_call_are_an_object(sent, made):
 
 
 @pytest.mark.parametrize("length", range(1, 60))
-def test_a_call_that_was_cut_anywhere_goes_on(length):
+def test_a_call_cut_at_any_length_is_completed(length):
     """Keys of the result are keys of the original, for each length at which it is cut."""
     text = '{"a": {"b": [1, "x\\n", {"c": null}], "d": "y\\ud83d\\ude00"}, "e": true}'
     made = json.loads(whole_arguments(text[:length]))

@@ -47,7 +47,7 @@ def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole():
     assert "tool_calls" not in cut["message"] and cut["done_reason"] == "length"
 
 
-def test_a_prompt_alone_has_its_own_form():
+def test_api_generate_has_its_own_form():
     raw = json.dumps({"choices": [{"text": "b", "index": 0, "finish_reason": "stop"}]}).encode()
     said, _ = lines("/api/generate", event(content="b"), event("stop"))
     assert said["response"] == "b" and "message" not in said
@@ -92,7 +92,7 @@ OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
     (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
     (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
 )
-def test_a_request_becomes_openais(path, asked, got):
+def test_requests_are_translated_to_openais_form(path, asked, got):
     served = FakeServed(streaming(b"data: [DONE]\n\n"))
     needed = {"messages": SAID} if path == CHATTED else {"prompt": "a"}
     ask(app_for(served), path, needed | asked)
@@ -203,7 +203,7 @@ def test_an_error_is_a_sentence(path, asked, status, says):
     assert says in reply.json()["error"]
 
 
-def test_an_answer_that_breaks_off_says_why():
+def test_errors_during_and_before_an_answer():
     said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
     assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
     refused = whole(b'{"error": {"message": "too long"}}', 400)
@@ -214,7 +214,7 @@ def test_an_answer_that_breaks_off_says_why():
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
-def test_no_prompt_asks_for_a_model_that_is_loaded(path, name):
+def test_a_request_without_a_prompt_reports_a_loaded_model(path, name):
     for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
         said = ask(app_for(FakeServed()), path, asked).json()
         assert (said["done"], said["done_reason"]) == (True, "load")

@@ -24,7 +24,7 @@ CHECKS = (
 )
 
 
-def test_it_describes_each_path_and_no_other():
+def test_the_description_has_exactly_the_served_paths():
     app = app_for(FakeServed())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -37,7 +37,7 @@ def test_it_describes_each_path_and_no_other():
     assert {(path, method) for path, methods in paths.items() for method in methods} == routes
 
 
-def test_what_it_refers_to_is_there():
+def test_references_of_the_description_exist():
     whole = document(has_key=False)
     assert "security" not in whole
     names = set(whole["components"]["schemas"])
@@ -45,7 +45,7 @@ def test_what_it_refers_to_is_there():
     assert used == names
 
 
-def test_it_needs_the_key_and_says_so():
+def test_the_description_needs_the_key_and_declares_it():
     app = app_for(FakeServed(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
@@ -53,7 +53,7 @@ def test_it_needs_the_key_and_says_so():
     assert scheme == {"type": "http", "scheme": "bearer"} and found["security"] == [{"key": []}]
 
 
-def test_a_wrong_method_is_told_the_right_one():
+def test_a_wrong_method_names_the_allowed_one():
     app = app_for(FakeServed())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
@@ -86,7 +86,7 @@ def elements():
     return parser.found
 
 
-def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
+def test_the_page_needs_no_key_and_connects_only_to_its_server():
     app = app_for(FakeServed(), api_key="k")
     reply = ask(app, "/")
     assert reply.status == 200 and reply.body == PAGE.read_bytes()
@@ -106,7 +106,7 @@ def test_the_page_is_one_file():
         assert not any(name.startswith("on") for name in attributes), tag
 
 
-def test_what_can_be_used_has_a_name_for_a_screen_reader():
+def test_elements_have_names_for_screen_readers():
     found = elements()
     (html,) = (attributes for tag, attributes in found if tag == "html")
     assert html["lang"] == "en"

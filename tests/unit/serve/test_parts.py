@@ -148,7 +148,7 @@ async def all_of(parts, _request):
     return found
 
 
-def test_all_of_it_arrives_in_order(monkeypatch):
+def test_all_parts_arrive_in_order(monkeypatch):
     """No wake-up is lost, whatever the timing of the two threads."""
     rest(monkeypatch, 1e-4)
 
@@ -176,7 +176,7 @@ def long_rest(monkeypatch):
     rest(monkeypatch, LONG_S)
 
 
-def test_fast_parts_go_together(long_rest):
+def test_fast_parts_are_collected(long_rest):
     """The first FAST parts go alone. Later ones are collected until the rest is over or the answer
     has ended."""
 
@@ -228,7 +228,7 @@ def test_the_end_waits_for_nothing(long_rest):
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
-def test_who_is_cancelled_waits_no_more():
+def test_a_cancelled_consumer_ends_the_work():
     """The work ends, later parts wake nothing, and the loop has no unhandled error."""
 
     def make(request):
@@ -251,7 +251,7 @@ def test_who_is_cancelled_waits_no_more():
     assert errors == [] and request.cancelled.is_set()
 
 
-def test_what_the_thread_raises_is_raised():
+def test_an_exception_of_the_thread_is_raised():
     def make(_request):
         raise OSError("gone")
 
@@ -260,7 +260,7 @@ def test_what_the_thread_raises_is_raised():
 
 
 @in_a_loop
-async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
+async def test_a_cancelled_task_ends_its_thread_first():
     """The work is told to end even if its awaiting task was cancelled. Otherwise it would continue
     for HANG_S."""
     ended = threading.Event()
@@ -275,7 +275,7 @@ async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
 
 
 @in_a_loop
-async def test_who_closes_it_comes_behind_its_end():
+async def test_close_waits_for_the_end_callback():
     """`close` waits for the callback of the end, even if the thread has already ended."""
     seen = []
     answer = answer_of(Made(lambda _: None, None))

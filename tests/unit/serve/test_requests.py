@@ -85,7 +85,7 @@ def chosen(tools, tool_choice, **more):
 
 
 @pytest.mark.parametrize("path", NEEDED)
-def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refused(path):
+def test_fields_without_effect_are_removed_and_internal_ones_refused(path):
     needed = NEEDED[path]
     assert asked(path, {**needed, **USUAL}) == (200, needed)
     for name in INNER:
@@ -212,7 +212,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
         for wrong in ("sometimes", 3, {"type": "function"}, allowed(3))
     ],
 )
-def test_what_is_refused_gets_a_sentence(path, data, says):
+def test_refused_fields_have_a_message(path, data, says):
     status, why = asked(path, {**NEEDED[path], **data})
     assert status == 400 and says in why
 
@@ -274,19 +274,19 @@ AS_SENT = None
     (MESSAGES, chosen(PLAIN, {"type": "any"}), AS_SENT),
     (MESSAGES, chosen(PLAIN, SERIAL), chosen(PLAIN, {"type": "auto"}, parallel_tool_calls=False)),
 )
-def test_what_llama_cpp_gets_to_see(path, data, seen):
+def test_the_body_that_llama_cpp_gets(path, data, seen):
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)
 
 
-def test_an_answer_with_probabilities_is_as_long_as_memory_has_room_for():
+def test_probabilities_limit_the_length_of_an_answer():
     asks = {**ASK, "logprobs": True, "top_logprobs": 20}
     assert 100 <= asked(CHAT, asks)[1]["max_tokens"] < 512
     assert "max_tokens" not in asked(CHAT, {**asks, "stream": True})[1]
     assert "max_tokens" not in asked(COMPLETIONS, {"prompt": "a", "logprobs": 1})[1]
 
 
-def test_the_declaration_knows_each_field_of_upstreams():
+def test_every_field_of_upstream_is_declared():
     """Every field that upstream adds must be accepted, refused or ignored on purpose."""
     for path in (*GENERATING, *QUICK):
         assert request_schema(path)["properties"]

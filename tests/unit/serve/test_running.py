@@ -75,7 +75,7 @@ def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
     assert said == [(503, "the model is loading")] and is_stopped.is_set()
 
 
-def test_a_server_that_cannot_be_compiled_says_why(library, monkeypatch):
+def test_a_failed_compilation_is_reported(library, monkeypatch):
     def fail(*_):
         raise NativeError("no compiler")
 
@@ -119,7 +119,7 @@ class Stuck:
 
 
 @pytest.mark.parametrize("where", ["quick", "decode", ""])
-def test_what_cannot_be_ended_is_not_waited_for(library, where):
+def test_shutdown_does_not_wait_for_stuck_work(library, where):
     """Everything is saved, and one line reports that the server exits without waiting."""
     lines = []
     service = made(lines.append)._service
@@ -205,7 +205,7 @@ def test_a_client_from_another_address_gets_its_turn(served):
     assert b"HTTP/1.1 429" in statuses and b"HTTP/1.1 200" in statuses
 
 
-def test_one_connection_too_many_gets_503(served):
+def test_a_connection_above_the_limit_gets_503(served):
     """Existing connections continue, and the server accepts new ones later."""
     with ExitStack() as stack:
         socks = [stack.enter_context(served.connected()) for _ in range(90)]
@@ -218,7 +218,7 @@ def test_one_connection_too_many_gets_503(served):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
-def test_without_file_descriptors_it_says_so_once_and_waits(served):
+def test_missing_file_descriptors_are_logged_once(served):
     """asyncio alone would log 80,000 lines per second."""
     pid = served.process.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)

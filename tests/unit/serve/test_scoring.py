@@ -122,7 +122,7 @@ NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string"
     ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
     ({"prompt": ["a" * 512] * 33}, "together"),
 )
-def test_any_other_echo_is_refused(change, names):
+def test_other_forms_of_echo_are_refused(change, names):
     served = ScoringServed()
     assert_refused(app_for(served), PATH, ASK | change, names)
     assert not served.asked
@@ -150,7 +150,7 @@ HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
     (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
     (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
 )
-def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
+def test_scores_have_openais_form(model, prompt, text, tokens, logp, offsets):
     answer = scored(ASK | {"prompt": prompt, "logprobs": 2}, model)
     (choice,) = answer["choices"]
     assert answer["object"] == "text_completion" and answer["model"] == "bytes"
@@ -177,7 +177,7 @@ def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
 
 
 @cases("prompt, text, finish", ("ab", "abc", "length"), ("xy", "xyz", "stop"))
-def test_one_token_more_is_the_likeliest(prompt, text, finish):
+def test_max_tokens_1_appends_the_likeliest_token(prompt, text, finish):
     answer = scored(ASK | {"prompt": [prompt, "a"], "max_tokens": 1, "temperature": 0})
     first, second = answer["choices"]
     assert first["text"] == text and first["finish_reason"] == finish
@@ -187,7 +187,7 @@ def test_one_token_more_is_the_likeliest(prompt, text, finish):
     assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_what_is_scored_is_what_the_plan_has():
+def test_scored_tokens_are_limited_by_the_plan():
     config = Config.build(model="a.gguf")
     longer = config.with_changes(ctx=SCORED_MOST + 100)
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
@@ -206,7 +206,7 @@ def test_what_is_scored_is_what_the_plan_has():
     (Stopped(), 503, "shutting down"),
     (RuntimeError("no idea"), 500, "the policy failed"),
 )
-def test_what_fails_is_said_in_a_sentence(error, status, says):
+def test_failures_of_scoring_are_reported(error, status, says):
     assert_refused(app_for(ScoringServed(error=error)), PATH, ASK, says, status)
 
 
@@ -251,7 +251,7 @@ def test_the_openai_client_scores_within_the_plan(live, engine):
         client.completions.create(model="any", prompt="a", echo=True)
 
 
-def test_an_answer_beside_it_is_what_it_is_alone(live):
+def test_scoring_does_not_change_a_running_answer(live):
     """Scoring waits for the running answer and does not change it."""
     data = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
     alone = live.post(PATH, data)["choices"][0]["text"]
@@ -270,7 +270,7 @@ def test_an_answer_beside_it_is_what_it_is_alone(live):
     assert live.post(PATH, data)["choices"][0]["text"] == alone
 
 
-def test_a_client_that_leaves_ends_it(live):
+def test_scoring_ends_if_the_client_leaves(live):
     for _ in range(3):
         connection = live.asked(PATH, ASK | {"prompt": [[5] * 500] * 30})
         live.until_running(1)

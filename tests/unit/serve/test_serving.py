@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
 served = running("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
 
 
-def test_an_answer_has_our_costs_and_the_memory_is_kept(served):
+def test_an_answer_has_costs_and_memory_stays_within_the_limit(served):
     data = {"messages": QUESTION, "temperature": 0, "max_tokens": 32, "unknown": [1]}
     answer = served.post("/v1/chat/completions", data)
     assert "Oslo" in answer["choices"][0]["message"]["content"]
@@ -70,7 +70,7 @@ def test_anthropics_form_has_the_fields_of_the_others(served):
     assert "hit_rate" in one["timings"]
 
 
-def test_what_is_counted_is_what_is_read(served):
+def test_counted_tokens_equal_read_tokens(served):
     """Counts include tools and the chat template, in each of the three forms."""
     chat = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     tools = {"tools": [CAPITAL], "tool_choice": "required"}
@@ -100,7 +100,7 @@ def test_what_is_counted_is_what_is_read(served):
     (signal.SIGINT, "/v1/completions"),
     (signal.SIGINT, "/tokenize"),
 )
-def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
+def test_a_signal_ends_the_server_cleanly(tmp_path, library, signum, busy):
     """While idle, during a stream, and while a request body arrives."""
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
         data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -120,7 +120,7 @@ def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
     assert "Traceback" not in said and "rror" not in said, said
 
 
-def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
+def test_a_port_in_use_is_reported(tmp_path, served):
     done = python(*MOE_EDGE, "serve", "--port", served.address[1])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")

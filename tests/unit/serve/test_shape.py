@@ -58,7 +58,7 @@ def test_offsets_go_on_through_a_stream():
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 0}])
-def test_the_chosen_token_alone_has_no_alternatives(more):
+def test_zero_top_logprobs_give_no_alternatives(more):
     answer = {"choices": [{"index": 0, "logprobs": {"content": [token("a", -1.0)]}}]}
     asked, got = answered(CHAT, {"messages": SAID, "logprobs": True, **more}, answer)
     assert asked["top_logprobs"] == 1
@@ -103,7 +103,7 @@ def test_more_probabilities_are_refused(path, data, says):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_no_tokens_are_none(is_stream):
+def test_an_answer_of_zero_tokens_is_empty(is_stream):
     usage = {"completion_tokens": 1, "prompt_tokens": 3, "total_tokens": 4}
     answer = {**completion("b", token("b", -1.0), finish="stop"), "usage": usage}
     data = {"prompt": "a", "max_tokens": 0, "logprobs": 1, "stream": is_stream}
@@ -125,7 +125,7 @@ def test_no_tokens_are_none(is_stream):
     ("tool_use", "###", ("tool_use", "###")),
     ("max_tokens", None, ("max_tokens", None)),
 )
-def test_a_sequence_that_stops_is_the_reason(reason, sequence, expected):
+def test_a_stop_sequence_is_the_stop_reason(reason, sequence, expected):
     said = {"stop_reason": reason, "stop_sequence": sequence}
     data = {"messages": SAID, "max_tokens": 5, "stop_sequences": ["###"]}
     _, whole = answered(MESSAGES, data, {"type": "message", **said})

@@ -42,7 +42,7 @@ def counting(n_prompt):
     # without counting: at most one token per byte
     ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),
 )
-def test_what_a_request_may_take(data, n_prompt, cells, limit):
+def test_kv_cells_that_a_request_reserves(data, n_prompt, cells, limit):
     served = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS

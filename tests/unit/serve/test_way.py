@@ -129,7 +129,7 @@ def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, clien
         assert all_of(sock).endswith(f"\r\n\r\n{client}".encode())
 
 
-def test_who_reads_no_quick_answer_loses_its_connection():
+def test_a_client_that_does_not_read_loses_its_connection():
     """Until then, the unread bytes are counted."""
     served = FakeServed(*(whole(BIG) for _ in range(4)))
     state = state_with(served, patience=1)
@@ -147,7 +147,7 @@ def test_who_reads_no_quick_answer_loses_its_connection():
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
-def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
+def test_closing_does_not_wait_for_a_client_that_does_not_read(head):
     """`close` alone would wait forever for a client that does not read."""
 
     async def app(scope, receive, send):
@@ -165,7 +165,7 @@ def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
     ("localhost", 10 * 2**20, 413),
     ("localhost", 2**18, 413),
 )
-def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
+def test_a_refusal_arrives_while_the_client_still_sends(host, length, status):
     """Closing a connection with unread bytes resets it, and the client would lose the reply."""
     with running(app_for(FakeServed()), 30.0) as (port, _):
         for _ in range(5):
@@ -176,7 +176,7 @@ def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
             assert said.startswith(f"HTTP/1.1 {status} ".encode()) and b'"message"' in said
 
 
-def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
+def test_a_refused_body_is_discarded_for_a_limited_time(monkeypatch):
     monkeypatch.setattr(door, "DROP_S", 0.1)
     with running(app_for(FakeServed()), 30.0) as (port, server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
@@ -188,7 +188,7 @@ def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
         wait_until_none(server)
 
 
-def test_at_the_end_of_the_server_nobody_is_waited_for():
+def test_shutdown_does_not_wait_for_clients_that_send():
     """Neither a client that starts to send then, nor one that the server already waits for."""
     state, app = served_by(FakeServed())
 

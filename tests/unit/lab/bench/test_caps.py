@@ -60,7 +60,7 @@ def test_the_largest_type_that_fits_is_taken(bench):
     assert bench.largest_whole(0.1) is None
 
 
-def test_the_whole_process_counts_where_it_is_capped(bench):
+def test_the_whole_process_counts_if_it_is_limited(bench):
     bench.on = SimpleNamespace(
         caps_process=True, n_ctx=256, n_ubatch=16, trained=False, routing="uniform"
     )
@@ -117,7 +117,7 @@ def test_the_bound_of_a_row(ms, reads, disk, computed, bound, by):
     assert row["of_bound"] == pytest.approx(bound / row["tpot_ms_p50_runs"][0])
 
 
-def test_what_was_read_ahead_counts_as_far_as_it_was_used():
+def test_prefetched_bytes_count_as_far_as_they_were_used():
     made = part("decode", [1.0], used_ahead=0.75) | {"step_reads": [[10, 8]]}
     assert step_bytes(made) == [16.0]
 
@@ -149,7 +149,7 @@ def faked(monkeypatch, no_disk):
     return report, jobs
 
 
-def test_bound_and_speedup_follow_from_what_was_measured(faked):
+def test_bound_and_speedup_follow_from_the_measurements(faked):
     report, _ = faked
     rows = rows_of(report)
     lru = rows["lru", 0.6]

@@ -22,7 +22,7 @@ MIB, GIB = 2**20, 2**30
 FIXED = FixedMemory(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)
 
 
-def test_upstream_keeps_what_does_not_fit_on_the_cpu():
+def test_upstream_keeps_layers_that_do_not_fit_on_the_cpu():
     """Upstream needs 1 GiB less itself, so it may keep one layer more on the GPU."""
     assert [FIXED.vram_bytes(share) for share in (0.25, 0.5)] == [4 * GIB, 6 * GIB]
     assert [FIXED.cpu_moe(share) for share in (0.01, 0.25, 0.5, 0.99)] == [7, 5, 3, 0]
@@ -31,7 +31,7 @@ def test_upstream_keeps_what_does_not_fit_on_the_cpu():
 
 
 @pytest.mark.parametrize("kernels", [0, 300 * MIB])
-def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
+def test_memory_of_kernels_is_not_taken_from_experts(monkeypatch, tmp_path, kernels):
     """Memory of kernels is measured for both engines and does not reduce the experts' share.
 
     Our plan never uses less than its estimate, so the estimate counts if kernels need less.
@@ -105,7 +105,7 @@ def measured(**store):
         (None, {"needed_copied_bytes": 40e6}, None, None),
     ],
 )
-def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bound, by):
+def test_the_bound_is_the_slower_of_computing_and_misses(cap, store, bound, by):
     runs = [measured(**store)]
     made = Gpu()
     made.fixed_memory = SimpleNamespace(vram_bytes=lambda share: 4 * MIB)

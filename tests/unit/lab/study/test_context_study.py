@@ -36,13 +36,13 @@ def usage(domain, prompt, answer):
     return Usage(domain, counts, counts, np.array([answer]))
 
 
-def test_what_the_hot_experts_capture():
+def test_uses_that_the_hot_experts_cover():
     scores, used = np.array([[0.1, 0.5, 0.4], [0.9, 0.1, 0.9]]), np.array([[5, 2, 3], [1, 7, 2]])
     assert captured(scores, used, 1) == 2 + 1  # equal scores are ordered by index
     assert captured(scores, used, 2) == 5 + 3
 
 
-def test_every_choice_knows_what_it_should():
+def test_each_profile_uses_its_own_texts():
     """ "Right" profiles use other texts of the same domain, "wrong" ones those of other domains.
     Each text has the same weight."""
     usages = [
@@ -64,7 +64,7 @@ def test_every_choice_knows_what_it_should():
     assert rows["documents", RIGHT]["mass"] == 0.75
 
 
-def test_figure_4_is_of_how_often_experts_are_used():
+def test_figure_4_is_a_cosine_of_usage():
     """Cosine similarity of the prompt's usage with the answer's (1, 0). P = (3/7, 4/7) gives 3/5. S
     is half P and half W = (0, 1)."""
     counts, gates = np.array([[3.0, 4.0]]), np.array([[0.0, 7.0]])
@@ -126,7 +126,7 @@ def test_a_window_is_a_prompt_and_an_answer():
 @pytest.mark.parametrize(
     ("shape", "renormalises"), [("tiny-olmoe", False), ("tiny-qwen3moe", True)]
 )
-def test_gates_are_renormalised_where_the_family_does_it(library, tmp_path, shape, renormalises):
+def test_gate_weights_are_renormalised_as_in_the_family(library, tmp_path, shape, renormalises):
     path = synthetic.write(tmp_path / "m.gguf", shape)
     (found,) = activations_of(path, [range(16)], 1)
     gates = applied_gates(found, 1)

@@ -53,7 +53,7 @@ def fixed(subject, n_high, used):
         return subject.score(e, "")
 
 
-def test_what_hotness_says_is_high_is_resident_and_computed(subject):
+def test_the_hottest_experts_are_resident_and_computed_high(subject):
     scores = subject.random_uses(seed=3)
     with subject.open(Residency(subject).settings(3, **NEVER), scores) as e:
         assert subject.score(e, "").slot_bytes == Residency(subject).budget_bytes(3)
@@ -68,7 +68,7 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject):
         assert row.high == (1.0 if n_high else 0.0)
 
 
-def test_uses_are_what_was_routed(subject):
+def test_measured_usage_selects_the_hottest_experts(subject):
     found = subject.uses(subject.windows, subject.high)
     assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
     hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))
