@@ -283,8 +283,15 @@ def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
     assert all(each.settings["conversations"] == each.answers for each in compared)
     loaded_as_a_chat = [each.settings["policy"] for each in jobs if each.answers]
     assert loaded_as_a_chat == ["plain", "lru"]
-    told = {name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")}
-    assert told == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own, "conversations": True}
+    last_settings = {
+        name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")
+    }
+    assert last_settings == {
+        "policy": "lru",
+        "high_tier": "q2_k",
+        "ram": ram - own,
+        "conversations": True,
+    }
     assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
 
 

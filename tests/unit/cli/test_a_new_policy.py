@@ -15,7 +15,7 @@ from tables import cases
 from orchestrator.lab.replay import read_trace
 
 POLICY = '''
-"""Every expert in the tier that its index says."""
+"""The tier of an expert follows from its index."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from orchestrator.settings import Settings, setting
 
 @dataclass(frozen=True)
 class StripesSettings(Settings):
-    stripe: int = setting(2, "How many experts beside each other share a tier.", within=(1, 9),
+    stripe: int = setting(2, "Number of neighbouring experts that share a tier.", within=(1, 9),
                           live=True)
 
 
@@ -46,7 +46,7 @@ class Stripes(Policy):
         name="stripes",
         summary="experts by their index",
         Settings=StripesSettings,
-        reason="goes by the index",
+        reason="uses the index only",
         precisions=Precisions(least=3, most=3),
         wants=Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True),
     )
@@ -70,7 +70,7 @@ class Stripes(Policy):
             out.tier[expert] = expert // self.settings.stripe % len(self.shape.tiers)
 
     def on_step(self, report):
-        """Counts what it is told; wide stripes bring the first expert from tier to tier."""
+        """Count reports. With wide stripes, the first expert moves through all tiers."""
         seen = self.seen or dict(starts=[], prompts=0, decoded=0, first=[])
         self.seen = seen
         seen["starts"] += report.starts
@@ -116,7 +116,7 @@ def moe_edge(folder, *args):
 def test_options_and_help_of_a_new_policy(folder):
     said = " ".join(moe_edge(folder, "chat", "--help-all").stdout.split())
     assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
-    assert "Policy stripes: --stripe N How many experts beside each other share a tier." in said
+    assert "Policy stripes: --stripe N Number of neighbouring experts that share a tier." in said
     assert "[default: 2]" in said
     said = " ".join(moe_edge(folder, "replay", "--help-all").stdout.split())
     assert "--stripe N" in said and "stripes" in said
@@ -126,7 +126,7 @@ def test_options_and_help_of_a_new_policy(folder):
     "options, said",
     ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
     ("--policy lru --stripe 3", "--stripe has no effect with --policy lru, which runs one"),
-    ("--policy stripes --retention 0.5", "--policy stripes, which goes by the index"),
+    ("--policy stripes --retention 0.5", "--policy stripes, which uses the index only"),
     ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
     ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
@@ -148,10 +148,10 @@ def test_status_line_and_tier_fractions_of_a_new_policy(folder, model):
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
     # One sequence started and its prompt ended. Decode steps are counted although the policy does
     # not decide in them.
-    told = stats["policy"]
-    assert told["starts"] == [0] and told["prompts"] == 1
-    assert told["decoded"] > 0 and stats["callback_us_p50"] > 0
-    assert set(told["first"]) == {0, 1, 2}  # by transitions between any two tiers
+    reported = stats["policy"]
+    assert reported["starts"] == [0] and reported["prompts"] == 1
+    assert reported["decoded"] > 0 and stats["callback_us_p50"] > 0
+    assert set(reported["first"]) == {0, 1, 2}  # by transitions between any two tiers
 
 
 def test_trace_and_replay_of_a_new_policy(folder, model, tmp_path):

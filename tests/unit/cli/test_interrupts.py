@@ -38,7 +38,7 @@ def interrupted(log, event, *args):
     """Send Ctrl-C after the fake runtime has logged `event`. Returns (exit status, stdout,
     stderr)."""
     with started(*FAKE, "chat", *args, FAKE_RUNTIME_LOG=str(log)) as process:
-        wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
+        wait_until(lambda: log.exists() and event in log.read_text(), f"{event} was not logged")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
     return process.returncode, stdout, stderr

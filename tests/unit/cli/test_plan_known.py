@@ -43,7 +43,7 @@ def machine(monkeypatch, tmp_path):
 plan = partial(run, "plan")
 
 
-def told(ram):
+def plan_as_json(ram):
     result = plan("--ram", ram, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -60,9 +60,9 @@ def test_known_models_are_listed_and_kept(machine):
     machine.clear()
     again = plan("--ram", "12GiB")
     assert again.stdout.splitlines()[1:] == first.stdout.splitlines()[1:] and not machine
-    small = told("1GiB")
+    small = plan_as_json("1GiB")
     assert "processor" not in machine
-    found = told("12GiB")
+    found = plan_as_json("12GiB")
     assert len(found["best"]) == len(known_models())
     assert len(found["rows"]) == sum(len(each.precisions) for each in known_models())
     runs = {(row["model"], row["precision"]): row for row in found["rows"]}

@@ -58,7 +58,7 @@ def test_a_repeated_answer_replaces_the_last_one():
     session = make()
     list(session.answer("hello"))
     list(session.answer("more"))
-    session.messages[-1]["content"] = "an answer that nobody liked"
+    session.messages[-1]["content"] = "an unwanted answer"
     assert said(session.answer_again()) == ["<more>"]
     assert session.messages == turns("hello", "Hi there!", "more", "<more>")
     session.reset()

@@ -47,9 +47,9 @@ def test_without_decisions_a_prompt_changes_no_score(model, policy):
         found = windows(e, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
         forced = [Window(each.tokens, each.first, each.domain) for each in found]
-        behind, token_by_token = nll(e, found), nll(e, forced)
-    assert len(behind) > 100
-    assert behind == pytest.approx(token_by_token, abs=1e-4)
+        after_prompt, token_by_token = nll(e, found), nll(e, forced)
+    assert len(after_prompt) > 100
+    assert after_prompt == pytest.approx(token_by_token, abs=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -109,9 +109,9 @@ def assert_counted(e, asked):
     sequence. The last token of a continuation is not counted. Only prompt tokens have gate weights.
     """
     use, k = e.inside.policy.use, e.inside.model.n_expert_used
-    *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
+    *before, (context, after_prompt) = [(len(c), len(t) - 1) for c, t in asked]
     assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
-    assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()
+    assert (use.sums[0].sum(axis=1) == k * (context + after_prompt)).all()
     # The first token of an answer is the last token of its context, which is decoded. The weights
     # of the last layer are predictions.
     gates = use.sums[1].sum(axis=1)[:-1]

@@ -33,13 +33,13 @@ def test_pieces_come_in_any_order():
 
 def test_a_packed_file_has_a_checksum_for_each_expert(sound, ggml):
     with GGUFFile.open(sound) as file:
-        told = stored(file)
+        found = stored(file)
         for name, info in file.tensors.items():
             data = file.array(name).tobytes()
             count = info.shape[2] if len(info.shape) == 3 else 1
             size = len(data) // count
             pieces = [data[at : at + size] for at in range(0, len(data), size)]
-            assert told[name] == [zlib.crc32(each) for each in pieces], name
+            assert found[name] == [zlib.crc32(each) for each in pieces], name
     assert texts(sound, ggml) == []
     result = run("verify", sound)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -206,5 +206,5 @@ def test_a_folder_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError, match=str(folder)), whole_file(folder):
-        pytest.fail("it is written")
+        pytest.fail("the block was entered")
     assert list(tmp_path.iterdir()) == [folder]

@@ -50,7 +50,7 @@ def test_an_interrupt_while_a_child_starts_leaves_no_child(monkeypatch):
 
     monkeypatch.setattr(children.subprocess, "Popen", Late)
     with pytest.raises(KeyboardInterrupt), child(ASLEEP, stdout=subprocess.PIPE):
-        pytest.fail("the block begins all the same")
+        pytest.fail("the block was entered")
     assert made[0].poll() is not None
 
 

@@ -77,7 +77,7 @@ def test_one_of_two_models_is_removed(models, tmp_path):
     assert result.stdout == "o/big/big-Q2.gguf: 1.95 KiB freed\n"
     assert find_pulled("big-Q4") is not None and find_pulled("big-Q2") is None
     result = run("rm", "o/big", "weights")
-    assert result.exit_code == 1, "a name that is unknown removes nothing"
+    assert result.exit_code == 1, "an unknown name must remove nothing"
     assert find_pulled("big-Q4") is not None
     assert run("rm", "o/big", "p/weights").exit_code == 0
     assert len(blobs(tmp_path)) == 1

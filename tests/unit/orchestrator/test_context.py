@@ -121,7 +121,7 @@ def test_several_precisions_are_needed(policy):
             placed(policy, shape, rules=rules)
 
 
-def told(policy, resident, phase=Phase.PREFILL, **more):
+def finish_step(policy, resident, phase=Phase.PREFILL, **more):
     counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
     target = more.pop("target", resident)
     return policy.on_step(StepReport(phase, 1, 1.0, counts, resident, target, **more))
@@ -155,13 +155,13 @@ def test_prompts_are_counted_and_the_last_layer_by_its_prediction(n_ahead):
     rng, shape = np.random.default_rng(1), three_tiers()
     policy, resident = make(shape, hot_experts=4), np.zeros((4, 16), np.uint8)
     first = prefill(policy, rng, 0, n_ahead)
-    told(policy, resident, starts=(0,))
+    finish_step(policy, resident, starts=(0,))
     second = prefill(policy, rng, 1, n_ahead)
-    told(policy, resident)
+    finish_step(policy, resident)
     assert policy.updates == 0
     answered = rng.integers(0, 3, (4, 16))
     for _ in range(2):
-        told(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
+        finish_step(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
         assert policy.updates == 1  # one update for each prompt
     expected = first + second + 2 * answered
     hotness = policy.learned().hotness
@@ -178,7 +178,7 @@ def test_a_decode_token_in_a_prompts_step_has_no_gate_sums():
         event = make_event(shape, rng, len(together), layer, n_ahead=1)
         in_one_step(event, together)
         policy.decide(event, make_view(shape, resident), make_decision(shape))
-    told(policy, resident, starts=(0, 1))
+    finish_step(policy, resident, starts=(0, 1))
     for sequence, tokens in ((0, 5), (1, 1)):
         counts, gates = policy.use._of[sequence]
         assert counts.sum(axis=1).tolist() == [4 * tokens] * 4
@@ -191,14 +191,14 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_starts_at_zero():
     resident = np.zeros((4, 16), np.uint8)
     prefill(policy, rng, 0)  # a step without a report: it failed
     once = prefill(policy, rng, 1)
-    told(policy, resident, starts=(0,))
+    finish_step(policy, resident, starts=(0,))
     assert policy.learned().hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
     other = prefill(policy, rng, 2)
     # sequence 1 runs next to sequence 0, and their counts are added
-    told(policy, resident, starts=(1,))
+    finish_step(policy, resident, starts=(1,))
     assert policy.use.sums[0] == pytest.approx(once + other)
     third = prefill(policy, rng, 3)
-    told(policy, resident, ends=(0, 1), starts=(2,))
+    finish_step(policy, resident, ends=(0, 1), starts=(2,))
     assert policy.use.sums[0] == pytest.approx(third)
     both = once + other + third
     assert policy.learned().hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
@@ -224,12 +224,12 @@ def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_sl
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number)
-        told(policy, resident, starts=(number,), ends=(number - 1,))
+        finish_step(policy, resident, starts=(number,), ends=(number - 1,))
 
         def moves_for(target):
             if placement == "wait":
                 return policy.warm(resident, target)
-            return told(policy, resident, Phase.DECODE, target=target)
+            return finish_step(policy, resident, Phase.DECODE, target=target)
 
         moved = settle(plan, resident, rng, moves_for)
         assert policy.updates == number + 1
@@ -291,7 +291,7 @@ def test_only_placement_wait_waits_for_transitions():
         resident = started(policy)
         assert not policy.warm(resident, resident)
         prefill(policy, rng, 1)
-        told(policy, resident, starts=(0,))
+        finish_step(policy, resident, starts=(0,))
         assert bool(policy.warm(resident, resident)) == waits
     assert make(shape, placement="wait", transition_rate=5).wants.transition_rate == 0
     assert make(shape, transition_rate=5).wants.transition_rate == 5

@@ -116,8 +116,8 @@ def test_the_fastest_of_several_measurements_is_stored(model, monkeypatch):
 
 @cases("kind, best", (None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9))
 def test_the_cache_of_a_slow_disk_does_not_count(model, monkeypatch, kind, best):
-    told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
-    monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
+    measurement = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
+    monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: measurement)
     monkeypatch.setattr(disk, "slow_kind", lambda _path: kind)
     found = kept_bandwidth(model, Config.build(model=model.path))
     assert found.bytes_per_s == pytest.approx(best)
@@ -127,8 +127,8 @@ def test_a_disk_is_known_by_its_device(model, user_folder, monkeypatch):
     """Another disk may be mounted at the same path, with the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
         monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
-        told = Bandwidth(speed, True, 4096, 0.0, 0.0)
-        monkeypatch.setattr(disk, "read_bandwidth", lambda *_, it=told, **__: it)
+        measurement = Bandwidth(speed, True, 4096, 0.0, 0.0)
+        monkeypatch.setattr(disk, "read_bandwidth", lambda *_, it=measurement, **__: it)
         found = kept_bandwidth(model, Config.build(model=model.path))
         assert found.bytes_per_s == pytest.approx(speed)
     assert len(list((user_folder / "cache" / "moe-edge" / "speed").iterdir())) == 3

@@ -108,13 +108,13 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
         order = predicted[0].tolist()
     ahead = set(predicted.ravel().tolist())
     t = solve(0.6, 6, len(ahead))[layer + 1]
-    room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
+    free = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
     wanted = []
     for rank, expert in enumerate(order[: t if skip else len(ahead)]):
         tier = 0 if rank < t else 1
         absent = resident[layer + 1, expert] > tier
-        room[tier] -= absent
-        if not absent or room[tier] >= 0:
+        free[tier] -= absent
+        if not absent or free[tier] >= 0:
             wanted.append((layer + 1, expert, tier, 0))
     assert prefetches(out) == wanted
 
@@ -156,7 +156,7 @@ TOGETHER = [
 ]
 
 
-def asked_ahead(out):
+def prefetch_tiers(out):
     """The best tier in which each expert is prefetched."""
     best: dict[int, int] = {}
     for _, expert, tier, _ in prefetches(out):
@@ -193,11 +193,11 @@ def test_sequences_in_one_step_are_decided_like_each_alone(seed, layer, how, sco
         policy.decide(mine, view, alone)
         for expert in set(mine.ids_array.ravel().tolist()):
             tiers[expert] = min(tiers.get(expert, SKIP), alone.tier[expert])
-        for expert, tier in asked_ahead(alone).items():
+        for expert, tier in prefetch_tiers(alone).items():
             ahead[expert] = min(ahead.get(expert, SKIP), tier)
     policy.decide(event, view, out)
     assert {expert: out.tier[expert] for expert in tiers} == tiers
-    assert asked_ahead(out) == ahead
+    assert prefetch_tiers(out) == ahead
     assert len(prefetches(out)) == len(ahead)
     gated = [row for row, (sequence, _) in enumerate(TOGETHER) if sequence in (1, 2, 4)]
     assert not out.passing_array[event.ids_array[gated]].any()

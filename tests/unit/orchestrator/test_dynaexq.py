@@ -324,9 +324,9 @@ def test_an_interval_in_time_is_summed_from_the_steps():
     policy, plan = make(shape, update_ms=5, hotness_decay=0.5)
     store = running(policy, plan)
     one, other = np.array([[0, 1, 0, 0]]), np.array([[1, 0, 0, 0]])
-    told = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
-    told += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
-    for phase, us, done in told:
+    reports = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
+    reports += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
+    for phase, us, done in reports:
         policy.on_step(report(one if done < 2 else other, store, phase, us=us))
         assert policy.updates == done
     np.testing.assert_allclose(policy.learned().hotness, [[0.25, 0.5, 0, 0]])

@@ -20,7 +20,7 @@ def make(shape, budget=1 << 40, hotness=None, losses=None, **options):
     return policy_of(Mixed, shape, Mixed.Settings(**options), budget=budget, **known)
 
 
-def told(policy, counts, resident, target):
+def finish_step(policy, counts, resident, target):
     return policy.on_step(
         StepReport(Phase.DECODE, 1, 1.0, counts.astype(np.uint32), resident, target)
     )
@@ -113,7 +113,7 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     other = rng.integers(0, 100, (N_LAYERS, N_EXPERT)) ** 2
     first = policy.weighted
     for _ in range(12):
-        settle(plan, resident, rng, lambda target: told(policy, other, resident, target))
+        settle(plan, resident, rng, lambda target: finish_step(policy, other, resident, target))
     assert (np.bincount(resident.ravel(), minlength=5) == counts).all()
     now = policy.weighted
     assert not np.allclose(first, now)
@@ -123,9 +123,9 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     ideal = np.empty_like(best)
     ideal[order] = best
     assert lost(now, resident) == pytest.approx(lost(now, ideal.reshape(resident.shape)))
-    told_of = policy.report()
-    assert told_of["exchanges"] > 0 and told_of["moves"] >= 2 * told_of["exchanges"]
-    assert told_of["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))
+    reported = policy.report()
+    assert reported["exchanges"] > 0 and reported["moves"] >= 2 * reported["exchanges"]
+    assert reported["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))
 
 
 @given(st.integers(0, 10_000))

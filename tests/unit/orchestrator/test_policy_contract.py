@@ -95,7 +95,7 @@ def test_a_placement_is_pure(name):
 
 def test_planning_creates_no_policy(monkeypatch):
     def refuse(self, placement):
-        raise AssertionError("a policy was made")
+        raise AssertionError("a policy was created")
 
     monkeypatch.setattr(Policy, "__init__", refuse)
     of = model("three")

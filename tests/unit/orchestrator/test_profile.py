@@ -299,11 +299,11 @@ def test_an_interrupt_leaves_all_of_the_files_or_none(tmp_path, monkeypatch):
     file."""
     rename = os.replace
 
-    def pressed_behind(part, path):
+    def press_after(part, path):
         rename(part, path)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(os, "replace", pressed_behind)
+    monkeypatch.setattr(os, "replace", press_after)
     for pressed_before, left in ((False, {"a", "z"}), (True, set())):
         out = tmp_path / str(pressed_before)
         out.mkdir()

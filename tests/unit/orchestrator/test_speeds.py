@@ -131,9 +131,9 @@ def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
     is used. Products of prompts take long and have one round."""
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
-    beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    loads = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
-    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: loads.pop(0))
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
         assert speeds.again() and not any(found.values())
@@ -150,9 +150,9 @@ def test_a_disturbed_timing_is_repeated(machine, monkeypatch):
     """A disturbed timing is repeated up to twice. The first product uses all repeats, so the second
     one stays disturbed."""
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
-    found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
+    found, loads = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
-    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: loads.pop(0))
     with Speeds(machine.bindings, 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed

@@ -243,11 +243,11 @@ def decided(library, trace, row):
     estimate = foreseen(trace, in_use, None)
     asked = policy.Settings.of(settings)
     setup = set_up(trace, policy, budget, asked, in_use, rules, threads=2, estimate=estimate)
-    heard = Listener(setup.policy)
+    listener = Listener(setup.policy)
     outcome = simulate(library, trace, setup, Transport(4096 * 10**5, 20, 2), Compute(60.0, 60.0))
     stats = outcome.stats
     moved = {"hits": sum(stats.hits), "read": sum(stats.demand_bytes) + sum(stats.prefetch_bytes)}
-    return {"digest": heard.digest, **dict(sorted(heard.sums.items())), **moved}
+    return {"digest": listener.digest, **dict(sorted(listener.sums.items())), **moved}
 
 
 def main():

@@ -301,8 +301,8 @@ def test_an_array_with_a_wrong_size_is_refused(tmp_path):
     buffer = io.BytesIO()
     np.save(buffer, trace.arrays["tokens"])
     shape = str(trace.arrays["tokens"].shape).encode()
-    told = buffer.getvalue().replace(shape, b"(999999999,)")
+    data = buffer.getvalue().replace(shape, b"(999999999,)")
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("header.npy", told)
+        archive.writestr("header.npy", data)
     with pytest.raises(TraceError, match=r"header\.npy does not have its declared size"):
         read_trace(path)

@@ -389,14 +389,14 @@ async def test_requests_share_the_context_by_their_maximum_length():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     long, short = gate.join(cells=700), gate.join(cells=300)
-    waits, behind = gate.join(cells=301), gate.join(cells=0)
-    assert [each.turn.done() for each in (long, short, waits, behind)] == [True, True, False, False]
+    waits, after = gate.join(cells=301), gate.join(cells=0)
+    assert [each.turn.done() for each in (long, short, waits, after)] == [True, True, False, False]
     gate.leave(short)
     assert not waits.turn.done()
     gate.leave(long)
-    assert waits.turn.done() and behind.turn.done()
+    assert waits.turn.done() and after.turn.done()
     gate.leave(waits)
-    gate.leave(behind)
+    gate.leave(after)
     assert gate.join(cells=5000).turn.done()  # a request that runs alone may exceed the context
 
 

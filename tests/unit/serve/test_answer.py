@@ -62,15 +62,15 @@ async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
     """Progress within a step is reported, but not while several requests share the step."""
     monkeypatch.setattr(answer, "PROGRESS_S", 0.01)
     monkeypatch.setattr(answer, "PING_S", 0.05)
-    pause, beside = Event(), Event()
-    reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=beside)]
+    pause, other_pause = Event(), Event()
+    reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=other_pause)]
     _, app = served_by(FakeServed(*reads), parallel=2)
     client, task = begun(app, CHAT, {**STREAM, "return_progress": True})
     await until(lambda: progress(60) in client.reply.parts)
     other, other_task = begun(app, CHAT, STREAM)
     await until(lambda: other.reply.parts and answer.PING in client.reply.parts)
     pause.set()
-    beside.set()
+    other_pause.set()
     assert b'"hit_rate"' in (await end_of(task)).body
     await end_of(other_task)
     assert client.reply.parts[0] == progress(20)

@@ -51,13 +51,13 @@ def test_idle_reads_run_before_and_after_requests(served, asked_at_once):
     store.check()
     other = asked_at_once
     driver, store, app = other.runtime.inside.driver, other.runtime.inside.store, app_of(other)
-    beside = []
-    store.set_step_done(lambda _: beside.append(driver._idle._thread))
+    idle_threads = []
+    store.set_step_done(lambda _: idle_threads.append(driver._idle._thread))
     assert driver.brought == 0 and said(app, ASK) == expected
     driver._idle.wait()
     assert driver.brought > 0 and store.full
     assert said(app, ASK) == expected
-    assert len(beside) > 2 and not any(beside)
+    assert len(idle_threads) > 2 and not any(idle_threads)
     store.check()
 
 

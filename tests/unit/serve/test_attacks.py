@@ -55,14 +55,14 @@ ATTACKS = {
     "another name": (request(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n"), 421),
     "two names": (request(b"GET / HTTP/1.1\r\n" + HOST + b"Host: evil.example\r\n"), 400),
     "another origin": (request(CHAT + KEYED + b"Origin: https://evil.example\r\n", b"{}"), 403),
-    "an origin that is none": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
+    "an invalid origin": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
     "path traversal": (request(b"GET /../../../etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "encoded traversal": (request(b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + KEYED), 404),
-    "traversal behind a path": (request(GET % b"v1/models/../../etc/passwd" + KEYED), 404),
-    "a whole address": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
+    "traversal after a path": (request(GET % b"v1/models/../../etc/passwd" + KEYED), 404),
+    "an absolute URL": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "a long line": (request(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n" + KEYED), 400),
     "many fields": (request(b"GET / HTTP/1.1\r\n" + HOST + b"x-a: b\r\n" * 20_000), 400),
-    "a body said to be huge": (request(CHAT + KEYED + b"Content-Length: 99999999999\r\n"), 413),
+    "a huge Content-Length": (request(CHAT + KEYED + b"Content-Length: 99999999999\r\n"), 413),
     "a huge body in chunks": (
         request(CHAT + KEYED + CHUNKED) + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4 + LAST,
         413,
@@ -74,9 +74,9 @@ ATTACKS = {
     "broken JSON": (request(CHAT + KEYED, b'{"messages":'), 400),
     "deep JSON": (request(CHAT + KEYED, b"[" * 60_000), 400),
     "a text too long": (chat("word " * 3000), 400),
-    "a method that there is not": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
-    "a grammar that is none": (chat("x", grammar="root ::= ("), 400),
-    "a schema that is none": (chat("x", response_format=NO_SCHEMA), 400),
+    "an unknown method": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
+    "an invalid grammar": (chat("x", grammar="root ::= ("), 400),
+    "an invalid schema": (chat("x", response_format=NO_SCHEMA), 400),
     "a lone surrogate": (chat("\ud800"), 400),
     "the middle of an emoji": (chat("\U0001f469\u200d"), 200),
 }
@@ -131,7 +131,7 @@ def trickle(sock, data):
             said += part
             if not part:
                 return said
-    pytest.fail("it is waited for ever")
+    pytest.fail("the server waits without a limit")
 
 
 def test_a_client_that_leaves_after_one_more_byte_is_noticed(served):

@@ -23,11 +23,11 @@ TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 # (schema, rewritten schema)
 FORMS = {
     "a property of any kind": (of(p=True), of(p={})),
-    "a property that may not be": (of(p=False, q=TEXT), of(q=TEXT)),
+    "a forbidden property": (of(p=False, q=TEXT), of(q=TEXT)),
     "a type in capitals": (of(p={"type": "STRING"}), of(p=TEXT)),
     "the type any": (of(p={"type": "any"}), of(p={})),
-    "whole floats": (of(p={**TEXT, "minLength": 2.0}), of(p={**TEXT, "minLength": 2})),
-    "nothing but notes": (
+    "floats that are integers": (of(p={**TEXT, "minLength": 2.0}), of(p={**TEXT, "minLength": 2})),
+    "only annotations": (
         {"$id": "urn:x", "title": "T", **TEXT},
         {"$id": "urn:x", "title": "T", **TEXT},
     ),
@@ -65,13 +65,13 @@ FORMS = {
         {**WHOLE, "minimum": 0, "exclusiveMinimum": True},
         {**WHOLE, "minimum": 1},
     ),
-    "a bound beyond all": ({**WHOLE, "maximum": 1e30}, WHOLE),
+    "a bound beyond all integers": ({**WHOLE, "maximum": 1e30}, WHOLE),
     "few multiples": ({**WHOLE, "minimum": 1, "maximum": 9, "multipleOf": 4}, {"enum": [4, 8]}),
     "a list of items": (
         {"type": "array", "items": [TEXT, WHOLE]},
         {"type": "array", "prefixItems": [TEXT, WHOLE]},
     ),
-    "words of a type": ({**TEXT, "enum": ["a", 1]}, {"enum": ["a"]}),
+    "an enum with a type": ({**TEXT, "enum": ["a", 1]}, {"enum": ["a"]}),
     "one of two that differ": (
         {"oneOf": [{"const": 1}, {"const": "x"}]},
         {"anyOf": [{"const": 1}, {"const": "x"}]},
@@ -88,8 +88,8 @@ LOST = {
         {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}},
         "$ref: it names itself",
     ),
-    "no words": (of(p={"enum": []}), "s.properties.p.enum: "),
-    "no such type": (of(p={"type": "text"}), "s.properties.p.type: "),
+    "an empty enum": (of(p={"enum": []}), "s.properties.p.enum: "),
+    "an unknown type": (of(p={"type": "text"}), "s.properties.p.type: "),
     "a minimum above the maximum": (
         of(p={**TEXT, "minLength": 3, "maxLength": 2}),
         "s.properties.p.minLength: ",
@@ -145,8 +145,8 @@ PATTERNS = {
     "another escape": (r"^a\!b$", (), r"^a[\x21]b$"),
     "a quote and a line feed": ('^"\\n$', (), r"^\\[\x22]\\[n]$"),
     "groups": ("^(?:ab|(?<n>c))?$", (), "^(ab|(c)){0,1}$"),
-    "beside maxLength": ("^a+$", (0, 3), "^(a){1,3}$"),
-    "beside minLength": ("^[a-c]*-$", (4,), r"^[a-c]{3,}[\x2D]$"),
+    "with maxLength": ("^a+$", (0, 3), "^(a){1,3}$"),
+    "with minLength": ("^[a-c]*-$", (4,), r"^[a-c]{3,}[\x2D]$"),
     "within its lengths": ("^a{2}$", (1, 5), "^(a){2,2}$"),
 }
 NO_PATTERNS = {
@@ -154,9 +154,9 @@ NO_PATTERNS = {
     "a reference back": (r"^(a)\1$", ()),
     "a border": (r"^a\b$", ()),
     "an anchor inside": ("^(a$|b)$", ()),
-    "no regular expression": ("([", ()),
+    "an invalid regular expression": ("([", ()),
     "nothing to repeat": ("^*$", ()),
-    "an order that is wrong": ("^[z-a]$", ()),
+    "a reversed range": ("^[z-a]$", ()),
     "two lengths": ("^a+b+$", (0, 3)),
     "too many": ("^a{3000}$", ()),
     "deep": ("(" * 60 + "a" + ")" * 60, ()),

@@ -272,7 +272,7 @@ def test_a_path_without_v1_is_llama_cpps_own():
 
 def test_a_missing_model_is_reported_before_the_server_is_compiled(tmp_path, monkeypatch):
     def build(*_):
-        raise AssertionError("the server is built first")
+        raise AssertionError("the server is compiled first")
 
     monkeypatch.setattr("orchestrator.runtime.runtime.server_library", build)
     done = run("serve", "-m", tmp_path / "none.gguf", "--port=0")

@@ -231,7 +231,7 @@ def test_live(url):
     answer.readline()
     assert running(url) == 1
     answer.close()
-    wait_until(lambda: not running(url), "the replica goes on for nobody")
+    wait_until(lambda: not running(url), "the request still runs after its client left")
 
 
 def test_live_replica_that_is_replaced(started, url):

@@ -55,7 +55,7 @@ def test_long_prompts_survive_a_kill(model, tmp_path, options):
     with started(model, folder, *options) as server:
         said, n_read, n = asked(server, LONG)
         assert n_read == n > 1024
-        wait_until(lambda: files(folder), "nothing is ever written")
+        wait_until(lambda: files(folder), "no file was written")
         live, n_new, _ = asked(server, going_on(LONG, said))
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with started(model, folder, *options) as server:

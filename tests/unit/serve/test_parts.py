@@ -41,7 +41,9 @@ class Loop(asyncio.SelectorEventLoop):
     def until_rest(self, number):
         """From another thread: wait until a long timer was started this many times."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), "nobody rests"
+            assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), (
+                "no long timer was started"
+            )
 
     def skip(self):
         """From another thread: let all timers expire that were started before this call."""
@@ -88,13 +90,15 @@ class Made:
     def until_taken(self):
         """From the producing thread: wait until all parts have been taken."""
         with self._changed:
-            assert self._changed.wait_for(lambda: not self._come, HANG_S), "nobody takes it"
+            assert self._changed.wait_for(lambda: not self._come, HANG_S), "the part was not taken"
 
     def until_awaited(self):
         """From the producing thread: wait until the consumer has found nothing and waits for a
         byte."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._awaited, HANG_S), "nobody waits"
+            assert self._changed.wait_for(lambda: self._awaited, HANG_S), (
+                "the consumer does not wait"
+            )
 
     def cancel(self):
         self.cancelled.set()

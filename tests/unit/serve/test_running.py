@@ -166,17 +166,17 @@ def test_small_parts_of_an_answer_are_sent_at_once():
     """Otherwise each part would wait for the client's acknowledgement (Nagle's algorithm)."""
 
     async def run():
-        told = asyncio.Future()
+        no_delay = asyncio.Future()
 
         async def accepted(_reader, writer):
             sock = writer.get_extra_info("socket")
-            told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            no_delay.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         with listen(ServeSettings(port=0)) as sock:
             server = await asyncio.start_server(accepted, sock=sock)
             _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
-            found = await told
+            found = await no_delay
             writer.close()
             server.close()
         return found

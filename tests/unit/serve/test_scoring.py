@@ -279,7 +279,7 @@ def test_scoring_ends_if_the_client_leaves(live):
     # A request that was read to its end would have another status.
     ended = "POST /v1/completions 499"
     wait_until(
-        lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
+        lambda: sum(ended in line for line in live.lines) == 3, "requests were read to their end"
     )
     assert live.post(PATH, ASK)["choices"]
 

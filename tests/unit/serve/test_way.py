@@ -69,7 +69,7 @@ def all_of(sock):
 
 
 def wait_until_none(state):
-    wait_until(lambda: not state.connections, "a connection stays")
+    wait_until(lambda: not state.connections, "a connection stays open")
 
 
 def sent(port, address, prompt):

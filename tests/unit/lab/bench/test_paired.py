@@ -21,8 +21,8 @@ MODEL = Path("m.gguf")
 
 def test_settings_of_a_side_are_parsed_like_options():
     options = PairedOptions(prompt=512, threads=1)
-    told = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
-    assert told == {
+    parsed = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
+    assert parsed == {
         "model": "m.gguf",
         "ctx": 4096,
         "ubatch": 512,
@@ -34,9 +34,9 @@ def test_settings_of_a_side_are_parsed_like_options():
 
 
 def test_upstream_runs_with_its_best_flags_by_default():
-    told = PairedOptions(threads=1).side(("upstream", "extra_bufts=false"), MODEL)
-    assert told["upstream"] and told["mmap"] is False and told["extra_bufts"] is False
-    assert (told["n_ubatch"], told["threads"]) == (64, 1)
+    parsed = PairedOptions(threads=1).side(("upstream", "extra_bufts=false"), MODEL)
+    assert parsed["upstream"] and parsed["mmap"] is False and parsed["extra_bufts"] is False
+    assert (parsed["n_ubatch"], parsed["threads"]) == (64, 1)
     assert PairedOptions(threads=1).side(("upstream",), MODEL)["extra_bufts"] is True
 
 
@@ -84,9 +84,9 @@ def test_both_sides_run(real_engine):
 def test_a_side_that_cannot_run_is_reported(real_engine, tmp_path):
     import sys
 
-    told = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
+    parsed = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
         pytest.raises(MoeEdgeError, match=r"the process of a side failed: .*no\.gguf"),
-        Side.started(HERE, sys.executable, told),
+        Side.started(HERE, sys.executable, parsed),
     ):
         pass

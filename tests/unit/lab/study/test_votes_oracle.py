@@ -54,7 +54,7 @@ def expected(label, x, w_g, layer, k):
         # shares of a softmax.
         least = nearest[ranked[-1]] + (k - int(found[1])) * np.log(2) / 2
         return {e for e in ranked if nearest[e] >= least - 1e-9}
-    raise AssertionError(f"the table has a strategy '{label}' that nobody computed by hand")
+    raise AssertionError(f"unknown strategy in the table: {label!r}")
 
 
 def study(xs, routers, layer_ids, k, windows):
