@@ -55,8 +55,8 @@ def test_killed_at_twenty_moments(kind, older, src, out, ggml):
 
 
 def test_two_processes_write_the_same_file_without_conflict(src, out, ggml):
-    """One process is stopped in the middle of its file while another one starts, cleans up and
-    ends."""
+    """The first process is stopped in the middle of its file, while a second one starts, cleans up
+    and ends."""
 
     def first():
         pack(src, out, ["q8_0"], threads=1, ggml=ggml)

@@ -68,7 +68,7 @@ def test_a_short_pause_of_the_disk_does_not_lower_its_speed(model, monkeypatch):
 
 
 def test_latency_is_measured_with_the_reads_of_one_expert(model, monkeypatch):
-    """A disk with 1 GB/s and 20 ms of latency, where the three matrices of an expert are read in
+    """A disk with 1 GB/s and 20 ms of latency. The three matrices of an expert are read in
     parallel. The latency is the duration of a read minus the time of its bytes at 1 GB/s."""
     read, now_s = os.preadv, [0.0]
 

@@ -82,8 +82,8 @@ def ram_for(path, bits):
 
 @pytest.mark.parametrize("bits", [2.7, 3.2, 3.7, 4.6, 5.3, 6.2, 7.0, 8.2])
 def test_for_ram_chooses_types_around_the_mean_bits_that_fit(paths, bits):
-    """The best type is first. The types are above and below the mean bits that fit, and at most 2.2
-    bits away from it."""
+    """The best type comes first. The others are within 2.2 bits of the mean bits that fit, on both
+    sides of it."""
     with ExpertModel.open(paths["f16"]) as model:
         names, why = tiers_for(model, ram_for(paths["f16"], bits))
     widths = [bits_per_weight(each) for each in parse_types(names)]

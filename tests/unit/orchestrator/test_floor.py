@@ -100,8 +100,8 @@ TENTH, MORE = [0.1, 1.0], {0: SKIP, 7: SKIP}
     (ONE, None, {"max_loss": 3 * 0.051}, [0], [], {7: SKIP}),
     (ONE, None, {}, IDS, [], {}),
     (ONE, None, {"max_loss": 0.0}, [], [], {}),
-    # Resident experts are skipped only if skip_present gives that a benefit, here with a price
-    # twice as high.
+    # Skipping a resident expert saves the fraction skip_present of its bytes. With 0.5, each saved
+    # byte costs twice as much.
     (ONE, None, {"price": PRICE, "skip_present": 0.5}, IDS, [], {0: SKIP}),
     (ONE, None, {"price": PRICE, "skip_present": 0.1}, IDS, [], {}),
     (ONE, None, {"price": PRICE, "skip_present": 0.5}, [0], [], MORE),
@@ -111,9 +111,9 @@ TENTH, MORE = [0.1, 1.0], {0: SKIP, 7: SKIP}
     # A resident low copy is used instead of a missing high one, except for a kept expert.
     (TWO, TENTH, {}, [0], [5, 7], {5: 1, 7: 1, 2: SKIP}),
     (TWO, TENTH, {"keep_top": 1}, [0], [5, 7], {7: 1, 2: SKIP}),
-    # Low costs a tenth of skipping and saves two fifths of the bytes. A further byte costs six
-    # times as much. Lowering 0 and 7 costs 0.005 nats; skipping 0 comes before lowering 2; lowering
-    # 2 adds 0.009, lowering 5 adds 0.016.
+    # Low costs a tenth of skipping and saves two fifths of the bytes, so a further byte costs six
+    # times as much. Lowering 0 and 7 costs 0.005 nats. Next, skipping 0 costs 0.009 more, then
+    # lowering 2 adds 0.009, and lowering 5 adds 0.016.
     (TWO, TENTH, {"max_loss": 3 * 0.006}, [], [], {7: 1, 0: 1}),
     (TWO, TENTH, {"max_loss": 3 * 0.031}, [], [], {2: 1, 7: 1, 0: SKIP}),
     (TWO, TENTH, {"max_loss": 3 * 0.04}, [], [], {5: 1, 2: 1, 7: 1, 0: SKIP}),
