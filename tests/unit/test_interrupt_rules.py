@@ -94,8 +94,9 @@ def test_a_callback_outside_of_held_is_not_interrupted():
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("stops", ["the block", "who is called"])
 def test_a_signal_stops_a_call_of_c_that_returns_to_no_python(stops):
-    """The call reads from a pipe until something is written to it. The signal goes to another
-    thread, so that it does not end the read itself."""
+    """A signal calls the function that cancels the running C call. The call reads from a pipe until
+    something is written, and the signal goes to another thread so that it does not end the read
+    itself."""
     reader, writer = os.pipe()
     read = ctypes.CDLL(None).read
     over = threading.Event()
@@ -127,7 +128,8 @@ def test_a_signal_stops_a_call_of_c_that_returns_to_no_python(stops):
 
 
 def test_an_import_is_not_interrupted(tmp_path, monkeypatch):
-    """A module whose import would turn the interrupt into another error."""
+    """An interrupt during an import is raised after it, because some modules would turn it into
+    another error."""
     (tmp_path / "slow_to_load.py").write_text(
         "import os, signal\n"
         "try:\n"
@@ -213,7 +215,7 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(tmp_path, monk
 
 
 def test_without_a_command_no_file_is_the_last_one(tmp_path):
-    """Later code in the same process can be interrupted."""
+    """Outside of a command, a completed file does not suppress later interrupts."""
     interrupts.ends_with(tmp_path / "a")
     UnfinishedFile(tmp_path / "a").complete(synced=False)
     with pytest.raises(KeyboardInterrupt), interrupts.held():

@@ -255,8 +255,8 @@ def test_a_run_interrupted_in_its_first_pass_restarts(files, text, tmp_path, mon
 
 
 def test_little_memory_gives_the_same_losses(files, text, tmp_path, monkeypatch):
-    """With steps of one window and experts that are read for each step, random draws differ and
-    errors stay equal."""
+    """Little memory means steps of one window, and experts that are read in each step. The losses
+    are the same although other random numbers are drawn."""
     packed = files[0]
     whole = measure(packed, text, tmp_path / "whole.json")
     monkeypatch.setattr("orchestrator.lab.calibrate.reader._MOST_TOKENS", tables.WINDOW)
@@ -267,8 +267,8 @@ def test_little_memory_gives_the_same_losses(files, text, tmp_path, monkeypatch)
 
 
 def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_path, monkeypatch):
-    """It has the logits of one token per window, compared with those that the first pass stored for
-    that token."""
+    """With little memory, a pass has the logits of one token per window. They equal those that the
+    first pass stored for that token."""
     load, sizes, scored = reader.load_within, [], []
 
     def full(stack, path, size, *args, **more):
@@ -292,7 +292,8 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_
 
 
 def test_losses_with_method_imatrix(files, text, tmp_path):
-    """Importance comes from the inputs of the same text, so the total loss is lower."""
+    """With importance from the inputs of the same text, the mean loss of q2_k is lower than with
+    rtn."""
     packed, _ = files
     found = []
     for method in ("rtn", "imatrix"):
@@ -339,7 +340,8 @@ def test_an_unknown_activation_is_refused(files, text, ggml, monkeypatch):
 
 
 def test_scales_biases_and_other_activations(ggml, tmp_path):
-    """As in gpt-oss: clamped SwiGLU and biases of all three matrices. Also scales, as in NVFP4."""
+    """The outputs are correct for clamped SwiGLU, for biases of all three matrices (as in gpt-oss),
+    and for their scales (as in NVFP4)."""
     rng = np.random.default_rng(5)
     source = synthetic.write(
         tmp_path / "m.gguf",

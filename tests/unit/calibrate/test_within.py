@@ -39,7 +39,8 @@ def least(path):
 
 
 def test_a_memory_limit_does_not_change_the_inputs(model):
-    """Bit for bit, with the smallest limit, which the error names."""
+    """The captured inputs are equal bit for bit with the smallest limit that works. The error of a
+    smaller limit names it."""
     small = least(model)
     with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
         seen_in(model, CalibrationBudget(small - 1, OWN))
@@ -93,7 +94,7 @@ def test_a_limit_without_a_text_is_refused(model, tmp_path):
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
 def test_the_minimum_that_a_refusal_names_works(model, tmp_path, command):
-    """Even if with more memory several experts are handled at once."""
+    """The minimum works although with more memory several experts would be handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     if command == "gptq":

@@ -109,7 +109,7 @@ def test_a_wrong_precision_is_reported(model, monkeypatch):
 
 
 def test_a_later_layer_is_named(tiny_model, tmp_path):
-    """Two files that differ only in the experts of the last layer."""
+    """If two files differ only in the experts of the last layer, the report names this layer."""
     model = tiny_model("qwen3moe", "q4_k")
     damaged = tmp_path / "other.gguf"
     data = bytearray(model.read_bytes())

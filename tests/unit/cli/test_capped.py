@@ -53,7 +53,7 @@ finally:
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "dynaexq", "context", "mixed"])
 def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
-    """numpy.ma takes 2 MiB, and 9 MiB if Python has to compile it."""
+    """No policy imports numpy.ma, which takes 2 MiB, and 9 MiB if Python has to compile it."""
     model = tiny_model("qwen3moe", "q8_0", "q2_k")
     asked = ("chat", "-m", model, f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello")
     done = python("-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1")
@@ -61,8 +61,8 @@ def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
 
 
 def test_a_server_stays_within_the_smallest_ram_that_it_names(known, tmp_path, monkeypatch):
-    """Three clients at once. The peak includes pages of libraries. This model leaves a sixth of
-    --ram unused, the demo model 7 %."""
+    """The peak with three clients at once, including pages of libraries, is at most --ram. This
+    model leaves a sixth of --ram unused, the demo model 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

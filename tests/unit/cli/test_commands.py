@@ -111,7 +111,6 @@ def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
 
 
 def test_plan_and_check_use_the_configuration_of_chat(monkeypatch):
-    """Commands that show or test the plan use the same configuration as chat."""
     asked = []
 
     def takes(config, *_args, **_options):

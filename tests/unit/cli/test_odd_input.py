@@ -210,7 +210,7 @@ CALLS = (
 @pytest.mark.parametrize("is_pipe", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
-    """A pipe is not replaced, even with --force."""
+    """An existing file is kept without --force. A pipe is kept even with --force."""
     out, text = tmp_path / "out.png", tmp_path / "text.txt"
     text.write_text("some words")
     if is_pipe:
@@ -251,7 +251,7 @@ def test_force_replaces_it(model, tmp_path, before):
     ("eval -m IN --text TEXT --study depth --out DIR", "depth.md"),
 )
 def test_a_table_is_kept(model, tmp_path, call, table):
-    """A loss table next to a model, and tables of a study."""
+    """An existing loss table next to a model and existing tables of a study are not overwritten."""
     copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
     copy.symlink_to(model)
     text.write_text("some words")

@@ -28,7 +28,8 @@ def test_tokens_equal_the_original_tokenizers(name, case):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(name, case, float32_attention):
-    """For the prompt and 16 decoded tokens, with some of the experts resident."""
+    """The logits of the prompt and of 16 decoded tokens agree, with some of the experts
+    resident."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
     float32_attention()
@@ -39,7 +40,8 @@ def test_logits_equal_those_of_transformers(name, case, float32_attention):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_f16_tier_is_near_and_exports(name, case, tmp_path):
-    """With default settings. The exported tier gives the same bits on llama.cpp's own path."""
+    """With default settings, the logits are close to transformers'. The exported tier gives the
+    same bits on llama.cpp's own path."""
     made = case(name)
     found = managed_logits(made.packed, made.tokens, made.answer, "f16")
     assert np.sqrt(np.mean((found - made.logits) ** 2)) < HALF * made.logits.std()

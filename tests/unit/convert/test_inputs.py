@@ -403,7 +403,7 @@ def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
     ({}, "old"),
 )
 def test_a_template_in_its_own_file_takes_precedence(folder, tmp_path, files, template):
-    """As in transformers, it takes precedence over tokenizer_config.json."""
+    """As in transformers, chat_template.jinja takes precedence over tokenizer_config.json."""
     change_json(folder / "tokenizer_config.json", chat_template="old")
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -441,7 +441,7 @@ def test_a_rope_type_that_is_known(folder, tmp_path, parameters, note):
 
 
 def test_a_warning_of_upstreams_reaches_the_user(folder, tmp_path):
-    """Exactly once."""
+    """The warning is printed exactly once, as a note."""
     change_json(folder / "tokenizer_config.json", chat_template=5)
     _, said = converted(folder, tmp_path / "out.gguf")
     assert said.startswith("Note: ") and len(said.splitlines()) == 1

@@ -96,8 +96,8 @@ def test_without_memory_for_checkpoints_all_is_read_again(case):
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
 def test_a_conversation_goes_on_after_a_restart(name, case, tmp_path):
-    """A file is written at the end of an answer. With a short prompt it is written only at the end
-    of the run."""
+    """After a restart, only the new tokens are read, and the answer is the same. The file of a
+    short prompt is written only at the end of the run."""
 
     def answers(*prompts, **settings):
         """(number of tokens read for the last prompt, tokens of its answer, their
@@ -160,7 +160,8 @@ def without_positions(path):
 
 @UNCUT
 def test_marks_of_earlier_files_are_used(name, case, tmp_path):
-    """Marks of the first format do not say which positions they cover."""
+    """Files of the first format are used although their marks do not say which positions they
+    cover."""
     with serving(case(name), prompt_cache=tmp_path) as ask:
         first = FIRST + ask(FIRST)[1]
         ask(first + QUESTION[:30])
@@ -177,7 +178,8 @@ def test_marks_of_earlier_files_are_used(name, case, tmp_path):
 
 @UNCUT
 def test_removing_an_answer_keeps_the_prompt_before_it(name, case):
-    """Chat templates do this when they leave out the reasoning of earlier answers."""
+    """If an answer is removed, as by chat templates that leave out earlier reasoning, the prompt
+    before it is not read again."""
     with serving(case(name)) as ask:
         ask(FIRST, n_predict=40)
         assert ask(FIRST + ANOTHER[:20])[0] <= 21

@@ -40,7 +40,8 @@ def test_rows_are_the_engines_logits(model):
 
 
 def test_rows_of_a_prompt_are_not_copied(model):
-    """With a large vocabulary, a copy of a window's logits would take hundreds of MiB."""
+    """Rows are views of the context's logits. With a large vocabulary, a copy would take hundreds
+    of MiB."""
     with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
         tokens = e.tokenize("The fox sat by the river and looked. " * 10)[:101]
         rows = Judge(e, prefill=True).rows(tokens, 3)

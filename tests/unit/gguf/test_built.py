@@ -61,7 +61,7 @@ def test_features_are_those_that_the_kernel_lists():
 
 
 def test_hidden_processor_features_are_not_used():
-    """For example, in a virtual machine that hides the feature."""
+    """A feature that the system hides, for example in a virtual machine, counts as missing."""
     code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
     assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 

@@ -58,7 +58,7 @@ def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
 
 
 def test_checksums_of_the_wrong_type_are_refused(sound, tmp_path, ggml):
-    """One value less, in an array of the matching length."""
+    """Checksums of the type int32 instead of uint32 are refused."""
     copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
     with GGUFFile.open(copy) as file:
         count = len(file.metadata[KEY_CHECKSUMS])

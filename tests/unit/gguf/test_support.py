@@ -37,7 +37,8 @@ def test_a_packed_model_can_be_managed(packed):
 
 
 def test_a_graph_with_unknown_uses_of_experts_runs_plain(packed, monkeypatch):
-    """No model of llama.cpp does this. Here a router is treated as an expert matrix."""
+    """If an operation other than MUL_MAT_ID reads an expert tensor, the model runs only on
+    llama.cpp's own path. No real model does this, so a router is treated as an expert matrix."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     result = run("verify", packed)
     assert result.exit_code == 0
@@ -64,8 +65,8 @@ def test_models_that_llama_cpp_does_not_load_cannot_run(packed, tmp_path, change
 
 
 def test_the_reason_is_found_even_if_the_log_callback_was_replaced(lacking):
-    """Also if other code has replaced the log callback, such as llama_cpp's logger or a benchmark
-    of upstream."""
+    """Other code, such as llama_cpp's logger or a benchmark of upstream, may replace the log
+    callback."""
     bindings = Bindings.load()
     silent = bindings.api.llama_log_callback(lambda *_: None)
     bindings.api.llama_log_set(silent, None)

@@ -46,7 +46,8 @@ def test_other_encodings_and_long_files_are_refused(tmp_path, data, said):
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
 def test_only_a_regular_file_is_read(tmp_path, kind):
-    """A pipe without a writer would block, and a device has no end."""
+    """Pipes and devices are refused: a pipe without a writer would block, and a device has no
+    end."""
     path = tmp_path / "a.txt"
     if kind == "pipe":
         os.mkfifo(path)

@@ -63,7 +63,8 @@ def test_parts_are_checked(packed, tmp_path, ggml):
 
 @pytest.mark.parametrize("n_parts", [2, 3])
 def test_a_part_of_another_quantization(two_files, tmp_path, ggml, n_parts):
-    """Names, shapes and counts are equal. Only the first part names the model."""
+    """A part from another quantization is reported by its experts' type, although names, shapes and
+    counts are equal."""
     high, low = (split(path, tmp_path / path.stem, n_parts, name="model") for path in two_files)
     assert texts(high[0], ggml) == texts(low[0], ggml) == []
     high[1].write_bytes(low[1].read_bytes())
@@ -94,7 +95,7 @@ def test_data_after_the_last_tensor(copy, ggml):
 
 
 def test_a_gap_between_tensors(packed, tmp_path, ggml):
-    """The reader follows offsets and accepts a gap; llama.cpp does not."""
+    """A gap between tensors is reported. The reader would accept it, but llama.cpp does not."""
     whole = packed.read_bytes()
     with GGUFFile.open(packed) as file:
         *_, before, last = file.tensors.values()
@@ -118,7 +119,7 @@ def test_the_blocks_of_a_dense_model_are_checked(tmp_path, ggml):
 
 
 def test_a_good_dense_model_is_not_damaged(tmp_path, ggml):
-    """It is reported as good, but it cannot run."""
+    """A dense model has no problems, but verify reports that it cannot run."""
     tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama", expert_count=None))
     report = verify(path, ggml=ggml, threads=1)

@@ -56,7 +56,8 @@ def test_the_same_codes_give_the_same_values(ggml, ggml_type):
 
 @pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
 def test_codes_are_read_back_by_ggml_as_foretold(ggml, ggml_type):
-    """Random codes. A code at the position of another weight would change the values."""
+    """ggml decodes random codes to the predicted values. A code at the position of another weight
+    would change them."""
     coding, block = CODINGS[ggml_type], BLOCK[ggml_type]
     blocks = encoded(ggml, ggml_type)
 

@@ -186,7 +186,8 @@ def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, 
 
 
 def test_one_file_by_its_path(server):
-    """The name may have the form of -m, so that it can be pasted."""
+    """pull accepts a path in the repository, with and without hf:, so names of other commands can
+    be pasted."""
     files = {f"sub/m-[{quant}].gguf": noise(i, 2000) for i, quant in enumerate(("Q2", "Q4"))}
     server.repos["o/n"] = Repo(files)
     for name in ("o/n/sub/m-[Q4].gguf", "hf:o/n/sub/m-[Q4].gguf"):

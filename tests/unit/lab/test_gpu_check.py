@@ -35,7 +35,7 @@ sys.exit(not gpu_check.run(report, None, "", False, print))
 
 
 def test_every_test_for_a_gpu_has_its_part_and_its_order():
-    """pytest finds each test under the recorded name."""
+    """Each test has a part and a unique name, under which pytest finds it."""
     steps = gpu_check.find_tests(emulated=False)
     parts = [step.part for step in steps]
     assert set(parts) == set(gpu_check.PARTS)

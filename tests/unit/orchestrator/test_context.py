@@ -53,7 +53,7 @@ def make(shape, budget=1 << 40, **options):
 
 
 def test_importance_without_a_prior_is_the_papers():
-    """S = a P / sum P + (1 - a) W / sum W, for each layer."""
+    """Importance is S = a P / sum P + (1 - a) W / sum W, for each layer."""
     counts, gates = np.array([[3.0, 1.0], [0.0, 4.0]]), np.array([[0.2, 0.6], [1.0, 1.0]])
     asked = PlacementSettings(importance_mix=0.25, prior_tokens=0.0)
     found = importance(counts, gates, np.array([[9.0, 1.0], [9.0, 1.0]]), asked, 1)
@@ -214,8 +214,8 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_starts_at_zero():
     placement=st.sampled_from(["wait", "async"]),
 )
 def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_slots, placement):
-    """Change from one placement to the next, with reads that take one to three steps each. Each
-    expert moves at most once, and no slot group overflows."""
+    """When a placement changes, each expert moves at most once, and no slot group overflows. Reads
+    take one to three steps each."""
     rng, shape = np.random.default_rng(seed), five_tiers(odd)
     asked = {"near_slots": near_slots, "placement": placement}
     losses = np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2)

@@ -124,7 +124,8 @@ def test_the_cache_of_a_slow_disk_does_not_count(model, monkeypatch, kind, best)
 
 
 def test_a_disk_is_known_by_its_device(model, user_folder, monkeypatch):
-    """Another disk may be mounted at the same path, with the same file on it."""
+    """Stored speeds belong to a device, because another disk may be mounted at the same path with
+    the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
         monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
         measurement = Bandwidth(speed, True, 4096, 0.0, 0.0)

@@ -205,8 +205,8 @@ def test_the_price_rises_with_unspent_and_falls_with_spent_budget():
 
 
 def test_experts_that_would_not_be_skipped_are_prefetched():
-    """Prefetches experts that it would not skip. The predicted scores are scaled to the sum of the
-    gate weights: 0.4, 0.3, 0.2, 0.1."""
+    """An expert is prefetched if it would not be skipped at the current price. The predicted scores
+    are scaled to the sum of the gate weights: 0.4, 0.3, 0.2, 0.1."""
     policy = made(price=PRICE, prefetch="on", read_behind=False)
     _, out = decided(policy, make(ahead=AHEAD), here=[6])
     assert prefetches(out) == [(1, e, 0, 0) for e in (1, 3, 6)]
@@ -215,8 +215,8 @@ def test_experts_that_would_not_be_skipped_are_prefetched():
 
 
 def test_experts_beyond_the_budget_are_prefetched():
-    """Prefetches experts for which the budget of the next layer is too small: 0.16, 0.09, 0.04 and
-    0.01 nats at any price, and 0.058 nats are left."""
+    """An expert is prefetched if the budget left for the next layer does not cover its loss: 0.16,
+    0.09, 0.04 and 0.01 nats, and 0.058 nats are left."""
     # in the second case 0.01 nats are spent first
     for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):
         policy = made(max_loss=3 * 0.029, prefetch="on", read_behind=False)
@@ -282,7 +282,7 @@ def test_slots_for_low_copies_are_a_share():
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
 def test_low_share_leaves_slots_for_the_minimum_of_high_copies(share):
-    """The minimum is one expert of each tier in each layer, for every low_share."""
+    """The minimum budget is one expert of each tier in each layer, for every low_share."""
     each = range(TWO.n_layers)
     least = sum(TWO.expert_slot_bytes(layer, tier) for layer in each for tier in (0, 1))
     assert least_of(Floor, TWO, Floor.Settings(low_share=share)) == least

@@ -114,11 +114,9 @@ FIT = Fit((0.5, 1.0, 2.0), ("q8_0", "q4_k", "q2_k", "skip"), "12 tokens", 1.25)
 
 
 def test_distances_are_from_the_base():
-    """Mean squared distances between tiers, relative to the base tier.
-
-    q4_k and q2_k are 1 and 2 from the reference, so 3 from each other. Skipping costs the power of
-    the output. An expert without a token gets the mean of its layer.
-    """
+    """Losses are mean squared distances from the base tier. q4_k and q2_k are 1 and 2 from the
+    reference, so 3 from each other. Skipping costs the power of the output. An expert without a
+    token gets the mean of its layer."""
     found = table(FIT).estimate(["q4_k", "q2_k"])
     assert found is not None and found.base == "q4_k"
     factors = np.array(FIT.factors)[:, None, None]

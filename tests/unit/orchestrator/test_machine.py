@@ -120,7 +120,7 @@ def test_a_device_that_does_not_exist_is_refused(model):
 
 
 def test_ram_beyond_the_machines_memory_causes_a_warning():
-    """Warns if --ram is more than the machine's memory. The plan uses the memory that the machine
-    has."""
+    """There is a warning if --ram is more than the machine's memory. The plan then uses the
+    machine's memory."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
         assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned

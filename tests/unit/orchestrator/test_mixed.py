@@ -78,8 +78,8 @@ def test_the_best_tier_is_at_most_one_above_the_uniform_tier_that_fits():
 
 
 def test_the_start_is_the_hulls_allocation_of_usage_times_loss():
-    """The start minimises the sum of usage times loss (`Hull`). Unused experts keep a small weight,
-    and without a loss table losses are nominal."""
+    """The tiers at the start minimise the sum of usage times loss. Unused experts keep a small
+    weight, and without a loss table losses are nominal."""
     shape = five_tiers()
     rng = np.random.default_rng(1)
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3

@@ -68,7 +68,7 @@ def tight(model, slots, **settings):
 
 @pytest.mark.parametrize(("name", "tier"), [("one", "q4_k"), ("three", "q8_0")])
 def test_everything_fits(models, name, tier):
-    """In a packed file, the best tier is used."""
+    """If all experts fit, no store is used. A packed file then runs in its best tier."""
     plan = plan_for(models[name])
     assert (plan.managed, plan.tier_names) == (False, (tier,))
     assert "everything fits" in plan.reason
@@ -111,7 +111,8 @@ def test_two_files_are_high_and_low(models):
 
 
 def test_too_little_memory_is_managed(models):
-    """One precision is lossless and has no retention in the reason; lower precisions do."""
+    """If the experts do not fit, dymoe streams them from a store: with one precision without loss,
+    with several precisions at a retention ratio."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
     assert (plan.placement.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
@@ -145,8 +146,8 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
 
 
 def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
-    """A note if --ctx exceeds the training context, or if a part belongs to another quantization.
-    Two separate files may differ."""
+    """There is a note if --ctx exceeds the training context, or if a part belongs to another
+    quantization. Two separate files may differ."""
 
     def notes(path, low=None, **settings):
         with ExpertModel.open(path, low) as model:
@@ -337,7 +338,8 @@ def test_a_vocabulary_that_is_not_a_list_is_refused(models, tmp_path):
     (0, 131072, 0),
 )
 def test_the_longest_context_within_a_memory_limit(allowed, most, tokens):
-    """With a cache of 1,000 bytes per token."""
+    """With a cache of 1,000 bytes per token, the context is as long as the limit allows, in steps
+    of 256 tokens."""
     assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 

@@ -306,8 +306,8 @@ class Skipping(Takes):
 def test_a_lossless_chat_notes_the_gain_of_max_loss(
     settings, fitted, measured, says, model, monkeypatch
 ):
-    """The note appears only if the loss table and the measured speeds are known without a new
-    measurement."""
+    """The note appears only for a lossless chat without further options, if the loss table and the
+    measured speeds are known."""
 
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
 

@@ -33,7 +33,8 @@ def members(kind):
 
 
 def test_the_contract_has_eight_members_and_four_optional_ones():
-    """The docstring of `Policy` lists all of them in one table."""
+    """`Policy` has at most eight required members and four optional ones, and its docstring lists
+    all of them in one table."""
     every = members(Policy) - GIVEN | {"about"}
     assert every >= OPTIONAL and len(every - OPTIONAL) <= 8, every
     listed = re.findall(r"^\s*\| (\w[\w, ]*) \|", inspect.getdoc(Policy), re.M)[1:]
@@ -56,7 +57,7 @@ def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
     r"is(instance|subclass)\((\w+\.)*policy,",
 )
 def test_policies_are_not_copied_and_no_code_checks_their_class(forbidden):
-    """Except in studies of one policy."""
+    """No code outside of studies of one policy copies policies or checks their class."""
     paths = [path for path in ROOT.rglob("*.py") if path.parent.name != "study"]
     assert [str(path) for path in paths if re.search(forbidden, path.read_text())] == []
 

@@ -58,8 +58,8 @@ def test_streams_whole_characters(runtime):
 
 
 def test_only_new_tokens_are_evaluated(runtime):
-    """The last token of the prompt is evaluated again for its logits, and so is the last token of
-    the answer."""
+    """A prompt that continues the sequence evaluates its new tokens, and again its last token and
+    the last token of the answer."""
     hello = tokens(runtime, b"hello")
     first = answered(runtime, hello, 3, ignore_eos=True)
     assert first["timings"]["prompt_n"] == 5

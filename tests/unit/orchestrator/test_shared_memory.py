@@ -267,7 +267,8 @@ def test_the_rows_that_llama_does_not_count_are_counted(many):
 
 
 def test_every_prompt_of_a_step_has_its_window_of_queries(many):
-    """4 bytes for each query, KV cell and head. There are no more queries than tokens."""
+    """Scratch has 4 bytes for each query, KV cell and head of each prompt. There are no more
+    queries than tokens."""
     n_head = max(many.hparams.n_head)
 
     def taken(sequences, **more):
@@ -296,8 +297,7 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
     ({"policy": "dymoe", "retention": 0.9}, True),
 )
 def test_importance_is_reserved_if_prompts_may_be_lowered(many, asked, reserved):
-    """In all other cases the policy does not request importance, so its memory is never used
-    without being planned."""
+    """The policy requests importance exactly if the plan reserves memory for it."""
     config = Config.build(model=many.path, sequences=15, **asked)
     without = config.with_changes(importance="load")
     taken, least = (
@@ -325,8 +325,8 @@ def test_scored_steps_are_limited_by_the_memory_for_scores():
 
 
 def test_the_minimum_has_memory_for_a_context_of_256_tokens(model):
-    """With states of recurrent layers, scratch counts twice. A limit without memory for one step of
-    KV cells is refused."""
+    """A limit without memory for 256 KV cells is refused, also with states of recurrent layers,
+    whose scratch counts twice."""
 
     def count(n_ctx, n_tokens):
         return model.kv_bytes(n_ctx) + 8192, n_tokens * 40_000

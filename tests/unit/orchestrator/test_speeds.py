@@ -213,8 +213,9 @@ def test_measuring_stays_within_the_memory_limit(bindings, model, monkeypatch):
     "layout, ratios", (FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))
 )
 def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
-    """A simulated machine where repacked rows are slow for 8 or more activations. The layout of the
-    slots then uses tiles; upstream's layout does not."""
+    """Dense weights have the times of the experts' layout, on a simulated machine where repacked
+    rows are slow for 8 or more activations. The layout of the slots then uses tiles; upstream's
+    does not."""
 
     class PlayedSpeeds(Speeds):
         def seconds(self, what):

@@ -102,7 +102,8 @@ def test_prefetches_are_also_hidden_by_dense_weights():
 
 
 def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
-    """Reading an expert takes 5 ms, and 4 ms of a core."""
+    """Reading an expert takes 5 ms, and 4 ms of a core. The core's time counts only while threads
+    compute."""
 
     def took(bytes_per_s, foreseen=0.0):
         disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)

@@ -188,7 +188,7 @@ def test_a_path_that_is_not_a_folder_is_refused(name, said, tmp_path):
 
 
 def test_a_failed_write_is_reported_with_the_systems_reason(tmp_path, monkeypatch):
-    """llama.cpp reports only that writing failed."""
+    """The note has the system's reason, because llama.cpp reports only that writing failed."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -214,7 +214,8 @@ def test_a_failed_write_of_llama_cpp_is_reported(tmp_path):
 
 
 def test_a_killed_writer_leaves_only_complete_files(tmp_path):
-    """Twenty times, at random points of its work."""
+    """A process is killed at twenty random points of its work. Every file that is left can be
+    used."""
 
     def work():
         write(tmp_path)

@@ -45,8 +45,8 @@ def best_of_all(events, capacity):
 
 
 def test_belady_by_hand():
-    """Experts 0 1 2 0 1 2 with two slots: one of the last three must miss. The optimum evicts the
-    expert whose next use is last."""
+    """For experts 0 1 2 0 1 2 with two slots, one of the last three must miss. The optimum evicts
+    the expert whose next use is last."""
     trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
     found = optimum(trace, 2)
     assert found["requests"] == [0, 18]
@@ -86,7 +86,8 @@ def test_no_cache_does_better(events, capacity):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 24), st.sampled_from(["lru", "dymoe"]))
 def test_no_policy_does_better(library, seed, n_experts, policy):
-    """With one precision, on demand, and with that policy's own slots."""
+    """With one precision, on demand and with the policy's own slots, no policy has more hits than
+    Belady's optimum."""
     trace = random_trace(np.random.default_rng(seed))
     budget = max(n_experts, 6) * EXPERT
     made = over(trace, policy, budget, threads=2, retention=1.0, n_ahead=0)

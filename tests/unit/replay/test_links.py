@@ -99,7 +99,8 @@ def test_a_requested_prefetch_takes_a_slot(link):
 
 
 def test_a_prefetch_evicts_no_expert_of_its_own_list(link):
-    """The read of 3 starts long after the list was requested."""
+    """A prefetch does not evict a resident expert of the same request, even if its read starts long
+    after it."""
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -110,7 +111,8 @@ def test_a_prefetch_evicts_no_expert_of_its_own_list(link):
 
 @pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
 def test_whole_experts_are_waited_for(whole, gate_us, link):
-    """Gates arrive at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
+    """With whole_experts, an expert is computed only after its last matrix. Gates arrive at 1 and 2
+    us, ups at 3 and 4, downs at 6 and 8."""
     one = link(whole_experts=whole)
     one.route(0, 1)
     assert one.use(GATE, 10) == gate_us

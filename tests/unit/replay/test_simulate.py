@@ -93,7 +93,8 @@ def test_a_policy_sees_which_matrices_are_missing(library):
 
 
 def test_prefetch_uses_the_idle_disk(library):
-    """Layer 0 is read at 0..4, and layer 1 at 4..8, long before its route event at 13."""
+    """A prefetch is read while the disk is idle: layer 0 at 0..4 us, and layer 1 at 4..8 us, long
+    before its route event at 13 us."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right])
@@ -109,7 +110,8 @@ def test_prefetch_uses_the_idle_disk(library):
 
 
 def test_a_late_prefetch_is_waited_for_and_no_hit(library):
-    """At a quarter of the speed, layer 0 is read at 0..16 and layer 1 from 16 on."""
+    """At a quarter of the speed, layer 0 is read at 0..16 us and layer 1 from 16 us on, so its
+    prefetch is late."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right])
@@ -123,7 +125,8 @@ def test_a_late_prefetch_is_waited_for_and_no_hit(library):
 
 
 def test_layers_share_a_step_by_their_tokens(library):
-    """The last layer of a prompt gets one of three tokens: 36 us and 12 us, together 3 x 16."""
+    """The compute time of a step is divided by tokens. The last layer of a prompt gets one of three
+    tokens: 36 us and 12 us, together 3 x 16."""
     ids = [np.array([[0], [1], [2]]), np.array([[5]])]
     trace = make_trace([(Phase.PREFILL, ids)])
     outcome = played(library, trace, Transport(0, 0, 1), 16.0)
@@ -146,7 +149,8 @@ def test_a_skipped_expert_costs_nothing(library):
     st.integers(6, 20),
 )
 def test_every_invariant_holds_at_every_event(library, seed, disk, low, n_experts):
-    """Prefetches, promotions, skips and waves, with the store's own check after each event."""
+    """The store's own check passes after each event, with prefetches, promotions, skips and
+    waves."""
     trace = random_trace(np.random.default_rng(seed))
     retention = 1.0 if low is None else 0.5
     made = over(trace, "dymoe", n_experts * 16384, low, disk[0], retention=retention, prefetch="on")
@@ -179,7 +183,8 @@ def test_every_invariant_holds_at_every_event(library, seed, disk, low, n_expert
 
 
 def test_events_compute_as_long_as_they_did(library):
-    """Recorded events: 50 us with 20 us of waiting, 70 us, 900 us."""
+    """Replay uses the recorded time without waiting: events of 50 us with 20 us of waiting, 70 us
+    and 900 us."""
     trace = decode([[0]], [[0]], [[0]])
     trace.arrays["event_ns"][:] = 50_000, 70_000, 900_000
     trace.arrays["event_wait_us"][:] = 20, 0, 0
@@ -194,7 +199,7 @@ def test_events_compute_as_long_as_they_did(library):
 
 
 def test_skipped_experts_have_no_compute_time(library):
-    """Replay of a run that skipped half of its experts: the other half took the recorded time."""
+    """If the recorded run skipped half of its experts, the other half took the recorded time."""
     trace = decode([[0, 1]], [[0, 1]], policy="dymoe", rules=Rules(skip=True))
     trace.arrays["event_computed"][:] = 1
     made = over(trace, "dymoe", ALL, "skip", retention=0.5, n_ahead=0)

@@ -174,7 +174,8 @@ def test_the_name_of_the_model_is_shown_in_one_line(tmp_path):
 
 
 def test_the_version_before_is_read(tmp_path):
-    """Its additional arrays are ignored, whatever they contain."""
+    """A trace of the previous version is read. Its additional arrays are ignored, whatever they
+    contain."""
     trace = random_trace(np.random.default_rng(0))
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
     found = read_trace(written(tmp_path / "t.npz", arrays, header_of(trace) | {"version": 8}))

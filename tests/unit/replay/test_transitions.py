@@ -21,7 +21,7 @@ def planned(trace, budget, **options):
 
 
 def test_the_rate_by_hand(library):
-    """4096 bytes per millisecond, in bursts of one part: up at 0, gate at 1 ms, down with 8192
+    """At 4096 bytes per millisecond, the up matrix is read at 0, gate at 1 ms, and down with 8192
     bytes at 2 ms. The new version is used from the next step on."""
     made = planned(decode([[0], [0], [0]]), 2 * ALL_LOW, hot_experts=1)
     with Store.create(library, made.spec) as store:

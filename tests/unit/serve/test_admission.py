@@ -41,7 +41,7 @@ class Halted(Client):
 
 
 def test_memory_for_bodies_is_counted_by_received_bytes():
-    """Memory for bodies is counted by received bytes and not by Content-Length."""
+    """40 clients that announce large bodies and send one byte each do not block another request."""
     state, app = served_by(FakeServed(whole()))
 
     async def run():

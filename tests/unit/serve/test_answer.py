@@ -252,7 +252,8 @@ async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
-    """Anthropic's clients recognise an error by the name of its event."""
+    """A waiting stream gets comments. An error after them is an event, with a name in Anthropic's
+    form."""
     hold, other = Event(), Event()
     served = FakeServed(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
     app = app_for(served)
@@ -282,7 +283,8 @@ def tokenized(tokens):
 )
 @in_a_loop
 async def test_prompts_that_are_too_long_are_refused_before_the_stream(pings, path, data, count_of):
-    """Also if the request waits so long that keep-alive comments were sent."""
+    """A prompt that is too long gets status 400 although the request would have to wait. A prompt
+    that fits waits with keep-alive comments and is answered."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
     unread = [whole(b'{"error": {"message": "no such role"}}', 400)] * ("messages" in data)

@@ -63,7 +63,6 @@ def test_idle_reads_run_before_and_after_requests(served, asked_at_once):
 
 @in_a_loop
 async def test_idle_reads_wait_for_the_step_of_a_client_that_left(asked_at_once, monkeypatch):
-    """If a client leaves during a step, idle reads start after the step."""
     served = asked_at_once
     driver, store = served.runtime.inside.driver, served.runtime.inside.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()

@@ -85,7 +85,7 @@ def test_an_empty_key_is_refused(key):
 
 
 def test_the_client_is_its_key_or_its_address():
-    """Clients take turns by this name."""
+    """Clients take turns by this name, which does not contain the key."""
     seen = []
     for settings, headers in (({}, {}), (KEY, {"x_api_key": "secret"})):
         state, app = served_by(FakeServed(whole()), **settings)
@@ -118,7 +118,8 @@ def test_a_server_for_others_needs_a_key(tmp_path):
 # Header fields of the JavaScript SDKs of OpenAI and Anthropic.
 @cases("fields", "authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key")
 def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields):
-    """The browser's preflight request (OPTIONS) needs no key."""
+    """The browser's preflight request (OPTIONS) needs no key, and its answer allows the requested
+    fields."""
     asked = {"origin": "https://page.example", "access_control_request_headers": fields}
     preflight = ask(app_with(cors_origin="*", api_key="k"), CHAT, method="OPTIONS", **asked)
     assert preflight.status == 204

@@ -82,7 +82,7 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores():
 
 
 def test_a_file_without_http_options_needs_a_key(monkeypatch):
-    """Without HTTP options Ray listens on all addresses."""
+    """Without HTTP options Ray listens on all addresses, so a fleet without a key is refused."""
     schema = pytest.importorskip("ray.serve.schema", reason="ray is missing")
     from orchestrator.serve import fleet
 
@@ -137,7 +137,8 @@ def end_of(lines):
 
 
 def test_a_drained_replica_leaves_its_conversations_to_the_next_one(library, tmp_path, monkeypatch):
-    """Without Ray, which calls `drain` after the last answer. Two conversations decode together."""
+    """A new replica reads one token of each conversation that a drained one saved. This test runs
+    without Ray, which calls `drain` after the last answer."""
     library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {**REPLICA, "ctx": 1024, "parallel": 2, "prompt-cache": tmp_path / "prompts"}

@@ -156,7 +156,7 @@ def test_damaged_files_and_files_above_the_limit_are_read_again(model, tmp_path)
 
 
 def test_a_truncated_state_is_read_again(model, tmp_path):
-    """The file's hash is correct, so llama.cpp gets the truncated state."""
+    """A file with a correct hash and a truncated state is ignored, and the prompt is read again."""
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, OTHER)

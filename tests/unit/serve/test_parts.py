@@ -199,7 +199,7 @@ def test_fast_parts_are_collected(long_rest):
 
 
 def test_slow_parts_go_at_once(long_rest):
-    """Parts that come slowly from the start, and slow parts after fast ones."""
+    """Parts are sent at once if they come slowly from the start, or slowly after fast ones."""
 
     def make(request):
         def put_slowly(text):

@@ -47,7 +47,7 @@ def status_of(url):
 
 
 def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
-    """The starting program polls /health, and a compiler may take minutes."""
+    """A program that starts the server polls /health, and a compiler may take minutes."""
     compiling, is_stopped = threading.Event(), threading.Event()
 
     def compile_it(_bindings, is_stopping):
@@ -163,7 +163,8 @@ served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100
 
 
 def test_small_parts_of_an_answer_are_sent_at_once():
-    """Otherwise each part would wait for the client's acknowledgement (Nagle's algorithm)."""
+    """Connections have TCP_NODELAY. Otherwise each part would wait for the client's
+    acknowledgement."""
 
     async def run():
         no_delay = asyncio.Future()
@@ -219,7 +220,8 @@ def test_a_connection_above_the_limit_gets_503(served):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
 def test_missing_file_descriptors_are_logged_once(served):
-    """asyncio alone would log 80,000 lines per second."""
+    """Without file descriptors the server logs one line and waits. asyncio alone would log 80,000
+    lines per second."""
     pid = served.process.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     n_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -62,7 +62,7 @@ def test_the_openai_client(served):
 
 
 def test_anthropics_form_has_the_fields_of_the_others(served):
-    """Seeds work. llama.cpp's own translation of this form drops the field."""
+    """The field seed works in Anthropic's form, although llama.cpp's own translation drops it."""
     story = [{"role": "user", "content": "Tell me a story about a fox and a river."}]
     drawn = {"messages": story, "max_tokens": 30, "temperature": 1.5}
     one, same, other = (served.post("/v1/messages", {**drawn, "seed": seed}) for seed in (7, 7, 8))
@@ -101,7 +101,8 @@ def test_counted_tokens_equal_read_tokens(served):
     (signal.SIGINT, "/tokenize"),
 )
 def test_a_signal_ends_the_server_cleanly(tmp_path, library, signum, busy):
-    """While idle, during a stream, and while a request body arrives."""
+    """The signal arrives while the server is idle, during a stream, or while a request body
+    arrives."""
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
         data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         if busy == "/tokenize":

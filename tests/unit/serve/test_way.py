@@ -130,7 +130,7 @@ def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, clien
 
 
 def test_a_client_that_does_not_read_loses_its_connection():
-    """Until then, the unread bytes are counted."""
+    """Its unread bytes are counted until then."""
     served = FakeServed(*(whole(BIG) for _ in range(4)))
     state = state_with(served, patience=1)
     with running(application(state, quiet), 1.0) as (port, server):
@@ -148,7 +148,7 @@ def test_a_client_that_does_not_read_loses_its_connection():
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
 def test_closing_does_not_wait_for_a_client_that_does_not_read(head):
-    """`close` alone would wait forever for a client that does not read."""
+    """The connection is aborted, because `close` alone would wait forever for such a client."""
 
     async def app(scope, receive, send):
         await Response(BIG)(scope, receive, send)
@@ -166,7 +166,8 @@ def test_closing_does_not_wait_for_a_client_that_does_not_read(head):
     ("localhost", 2**18, 413),
 )
 def test_a_refusal_arrives_while_the_client_still_sends(host, length, status):
-    """Closing a connection with unread bytes resets it, and the client would lose the reply."""
+    """The server reads on after a refusal. Closing a connection with unread bytes would reset it,
+    and the client would lose the reply."""
     with running(app_for(FakeServed()), 30.0) as (port, _):
         for _ in range(5):
             with connected(port) as sock:
@@ -189,7 +190,8 @@ def test_a_refused_body_is_discarded_for_a_limited_time(monkeypatch):
 
 
 def test_shutdown_does_not_wait_for_clients_that_send():
-    """Neither a client that starts to send then, nor one that the server already waits for."""
+    """Shutdown waits neither for a client that starts to send then, nor for one that is already
+    sending."""
     state, app = served_by(FakeServed())
 
     class Sending(Client):

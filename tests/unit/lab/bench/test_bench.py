@@ -108,7 +108,8 @@ def test_each_sequence_gets_its_own_tokens():
 
 
 def test_a_part_has_the_counters_of_its_own_steps():
-    """Counters of the part's own steps: demand and prefetched bytes for each step."""
+    """A part's result has demand and prefetched bytes for each of its steps, and the store's
+    counters during it."""
 
     class Store:
         calls = 3

@@ -22,8 +22,8 @@ VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 
 
 def test_ways_to_predict():
-    """Expert 5 has the weight 1.5 + 1.0 + 0.5 if the third layer's last candidate counts; expert 7
-    then has it too."""
+    """Strategies give the predictions by hand. Expert 5 has the weight 1.5 + 1.0 + 0.5 if the third
+    layer's last candidate counts; expert 7 then has it too."""
     assert union(VOTES, 2, 2) == [5, 2]
     assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
     assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
