@@ -20,7 +20,6 @@ from orchestrator.memory.choice import check_unused, without_effect
 from orchestrator.memory.footprint import PROMPT_SHARE, part_bytes
 from orchestrator.memory.machine import Device, Machine
 from orchestrator.memory.plan import plan_memory, scratch_bytes
-from orchestrator.memory.shared import longest_context
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -328,19 +327,6 @@ def test_a_vocabulary_that_is_not_a_list_is_refused(models, tmp_path):
         model.metadata["tokenizer.ggml.tokens"] = 7
         with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
             plan_for(model)
-
-
-@cases(
-    "allowed, most, tokens",
-    (10_000 * 1000, 131072, 9984),  # 10,000 tokens in steps of 256
-    (10**12, 131072, 131072),  # no longer than the model's limit
-    (1000 * 1000, 1000, 1000),
-    (0, 131072, 0),
-)
-def test_the_longest_context_within_a_memory_limit(allowed, most, tokens):
-    """With a cache of 1,000 bytes per token, the context is as long as the limit allows, in steps
-    of 256 tokens."""
-    assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 
 def test_more_memory_gives_more_context_until_the_models_own(models):

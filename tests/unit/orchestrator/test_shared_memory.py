@@ -164,9 +164,6 @@ def test_memory_is_not_shared_over_time_in_other_cases(model, settings):
     assert plan.micro_batch(0, 5000) == plan.n_ubatch
 
 
-MIB = 2**20
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """A model with many experts and little scratch."""
@@ -311,7 +308,14 @@ def test_importance_is_reserved_if_prompts_may_be_lowered(many, asked, reserved)
 
 @pytest.mark.parametrize(
     ("most", "fits", "longest"),
-    [(1000, 255, 0), (1000, 256, 256), (1000, 767, 512), (1000, 1000, 1000), (100, 100, 100)],
+    [
+        (1000, 255, 0),
+        (1000, 256, 256),
+        (1000, 767, 512),
+        (1000, 1000, 1000),
+        (100, 100, 100),
+        (131072, 10_000, 9984),
+    ],
 )
 def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fits, longest):
     assert longest_context(most, 256, lambda n: n > fits) == longest
