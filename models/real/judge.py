@@ -1,9 +1,9 @@
 """Compare models with a dense one: `python -m models.real.judge FILE --dense F16.gguf --data DIR`.
 
 Every model reads the same windows on llama.cpp's own path, each window in one step. The results for
-each model: the KL divergence from the dense model in nats per token, how often the most likely
-token is the same, and its perplexity relative to the dense model's, with 95 % intervals over
-documents.
+each model are the KL divergence from the dense model in nats per token, the share of tokens with
+the same most likely token, and the perplexity relative to the dense model's. All have 95 %
+intervals over documents.
 """
 
 from __future__ import annotations

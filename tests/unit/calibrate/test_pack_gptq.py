@@ -154,9 +154,9 @@ def test_factors_beyond_the_limit_are_computed_again(torch, small, words, ggml, 
         assert quantize((DOWN, 0)) == 4
 
 
-def test_an_expert_that_saw_nothing(packed, small, words, ggml):
-    """Its gate uses the Hessian of the layer's tokens. Its down matrix has no inputs, so ggml
-    rounds it."""
+def test_an_expert_without_tokens(packed, small, words, ggml):
+    """The gate matrix of an expert without tokens uses the Hessian of the layer's tokens. Its down
+    matrix has no inputs, so ggml rounds it."""
     with Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, words).windows
         unseen = [

@@ -130,7 +130,8 @@ def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, clien
 
 
 def test_a_client_that_does_not_read_loses_its_connection():
-    """Its unread bytes are counted until then."""
+    """A client that does not read its answer is disconnected after the patience of 1 s, and its
+    unread bytes are counted until then."""
     served = FakeServed(*(whole(BIG) for _ in range(4)))
     state = state_with(served, patience=1)
     with running(application(state, quiet), 1.0) as (port, server):
