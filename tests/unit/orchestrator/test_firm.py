@@ -34,7 +34,7 @@ from orchestrator.policy.firm import (
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
-# The paper's settings, except that several layers vote.
+# The paper's way to vote and its prefetch of gate matrices, with prefetch always on.
 PAPER = {"prefetch": "on", "agree": "mol", "prefetch_kinds": 1}
 GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
 
