@@ -1,4 +1,4 @@
-"""The server as a process: what it says before it can answer, connections, and its end."""
+"""The server process: status before it can answer, connections, and shutdown."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ def test_a_missing_server_core_is_reported(library, monkeypatch):
 
 
 class Stuck:
-    """A runtime whose last step does not end. kept: how often it kept what was learned."""
+    """A runtime whose last step does not end. kept: number of calls that save what was learned."""
 
     def __init__(self):
         self.kept, self.runtime = 0, self
@@ -94,8 +94,8 @@ class Stuck:
 
 
 @pytest.mark.parametrize("where", ["quick", "decode", ""])
-def test_what_cannot_be_ended_is_not_waited_for(library, where):
-    """All is saved, and one line says so."""
+def test_shutdown_does_not_wait_for_stuck_work(library, where):
+    """Everything is saved, and one line reports that the server exits without waiting."""
     lines = []
     service = made(lines.append)._service
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
@@ -138,20 +138,21 @@ served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100
 
 
 def test_small_parts_of_an_answer_are_sent_at_once():
-    """Otherwise each waits for the client's acknowledgement."""
+    """Connections have TCP_NODELAY. Otherwise each part would wait for the client's
+    acknowledgement."""
 
     async def run():
-        told = asyncio.Future()
+        no_delay = asyncio.Future()
 
         async def accepted(_reader, writer):
             sock = writer.get_extra_info("socket")
-            told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            no_delay.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         with listen(ServeSettings(port=0)) as sock:
             server = await asyncio.start_server(accepted, sock=sock)
             _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
-            found = await told
+            found = await no_delay
             writer.close()
             server.close()
         return found
@@ -160,7 +161,8 @@ def test_small_parts_of_an_answer_are_sent_at_once():
 
 
 def test_a_client_from_another_address_gets_its_turn(served):
-    """However many requests the first address has waiting."""
+    """A client at a second address gets an answer although the first address has 30 requests
+    waiting."""
     said = [{"role": "user", "content": "hello"}]
     body = json.dumps({"messages": said, "max_tokens": 60, "ignore_eos": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -179,8 +181,8 @@ def test_a_client_from_another_address_gets_its_turn(served):
     assert b"HTTP/1.1 429" in statuses and b"HTTP/1.1 200" in statuses
 
 
-def test_one_connection_too_many_gets_503(served):
-    """The others go on, and so does the server."""
+def test_a_connection_above_the_limit_gets_503(served):
+    """Existing connections continue, and the server accepts new ones later."""
     with ExitStack() as stack:
         socks = [stack.enter_context(served.connected()) for _ in range(90)]
         said = socks[-1].recv(1 << 16)
@@ -192,8 +194,9 @@ def test_one_connection_too_many_gets_503(served):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
-def test_without_file_descriptors_it_says_so_once_and_waits(served):
-    """asyncio alone logs 80,000 lines a second."""
+def test_missing_file_descriptors_are_logged_once(served):
+    """Without file descriptors the server logs one line and waits. asyncio alone would log 80,000
+    lines per second."""
     pid = served.process.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     n_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -210,7 +213,8 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served):
 
 
 def assert_answers(served):
-    """A new client is heard, once those that have left are noticed."""
+    """Assert that a new client gets an answer after the server has noticed the closed
+    connections."""
     while True:
         with served.connected() as sock:
             sock.sendall(HEALTH + b"Connection: close\r\n\r\n")
