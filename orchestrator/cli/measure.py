@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.cache.files import check_target
 from orchestrator.chat.console import Console, ProgressBar, progress_bar, strip_controls
 from orchestrator.cli.help import Command, Group
 from orchestrator.cli.options import (
@@ -254,6 +253,7 @@ def calibrate(
     The default text has prose, dialogue, code, documentation, German and Spanish. It was written
     for this purpose and has the licence of moe-edge (MIT).
     """
+    from orchestrator.cache.files import check_target
     from orchestrator.cost.calibrating import TOKENS
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate import methods
@@ -293,6 +293,7 @@ def make_table(
 
     Raises ConfigError if the model's folder cannot be written.
     """
+    from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate.table import measure_losses
 
@@ -329,7 +330,7 @@ def check(
     """Test a model: its file, tokenizer and chat template; whether the output equals llama.cpp's
     own; its memory use at three budgets; and its speed. The report names the file and this
     machine's processor. The exit status is 0 if all tests pass."""
-    from orchestrator.cache.files import write_whole
+    from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render
 
     if out is not None:

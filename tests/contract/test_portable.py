@@ -25,6 +25,7 @@ def test_packages_are_ours_alone_and_the_demo_is_in_one():
     assert {name.split("/")[0] for name in names} == {"gguf_tools", "orchestrator"}
     assert "orchestrator/models/demo/moe-edge-demo.gguf" in names
     assert {"orchestrator/serve/page.html", "gguf_tools/known/models.json"} <= set(names)
+    assert "orchestrator/lab/calibrate/text/prose.txt" in names
 
 
 def test_metadata_asks_for_all_but_the_bindings():
