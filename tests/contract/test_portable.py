@@ -25,6 +25,7 @@ def test_wheel_contains_only_our_packages_and_the_demo():
     assert {name.split("/")[0] for name in names} == {"gguf_tools", "orchestrator"}
     assert "orchestrator/models/demo/moe-edge-demo.gguf" in names
     assert {"orchestrator/serve/page.html", "gguf_tools/known/models.json"} <= set(names)
+    assert "orchestrator/lab/calibrate/text/prose.txt" in names
 
 
 def test_metadata_requires_all_but_the_bindings():

@@ -46,13 +46,16 @@ def unfitted(data):
 
 TABLES = [
     (None, "has no loss table: run `moe-edge calibrate"),
-    (lambda data: json.dumps({**data, "version": 2}), "has another format version: make it again"),
+    (
+        lambda data: json.dumps({**data, "version": 2}),
+        "has another format version: run `moe-edge calibrate",
+    ),
     (
         lambda data: json.dumps({**data, "model": "0" * 64}),
         "another file .*run `moe-edge calibrate",
     ),
-    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: make it again"),
-    (infinite, "not a loss table, or damaged: make it again"),
+    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: run `moe-edge calibrate"),
+    (infinite, "not a loss table, or damaged: run `moe-edge calibrate"),
     (unfitted, "no factors that make KL .*run `moe-edge calibrate"),
 ]
 

@@ -1,18 +1,23 @@
 """Predicted quality loss of lower precisions, in nats: from a loss table, from expert usage, and
 from the decisions of a running model."""
 
+import json
+import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 from tables import cases
 
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
+from orchestrator.config import Config
 from orchestrator.cost import losses
+from orchestrator.cost.calibrating import format_duration
 from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NoLossTableError
 from orchestrator.events import ABSENT, SKIP, Phase
 from orchestrator.runtime.loss_meter import LossMeter
 
@@ -136,39 +141,53 @@ def test_each_tier_has_its_own_scale():
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
 
-def keeper(folder, monkeypatch, found):
-    """The loss model of a file in this folder. found: its loss table, or None."""
-    path = folder / "m.gguf"
-    if found is not None:
-        losses.default_path(path).touch()
-        monkeypatch.setattr(losses, "load", lambda *_: found)
-    path.write_bytes(bytes(100))
-    config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path, files=[path])
-    return LossModel(config, model)
+OF_OTHER = {"format": "moe-edge loss table", "version": 3, "model": "x", "name": "o.gguf"}
 
 
 @cases(
-    "found, tiers, reason",
-    (None, ["q4_k"], "m.gguf has no loss table"),
-    (table(), ["q4_k"], "m.gguf.calib.json has no factors"),
-    (table(FIT), ["q4_k", "q1_0"], "m.gguf.calib.json lacks one of q4_k, q1_0"),
+    "found, reason",
+    (None, "m.gguf has no loss table"),
+    (OF_OTHER, "m.gguf.calib.json: this loss table was made with another file (o.gguf)"),
+    ({**OF_OTHER, "version": 2}, "m.gguf.calib.json: this loss table has another format version"),
+    (json.dumps(OF_OTHER)[:-9], "m.gguf.calib.json: not a loss table, or damaged"),
+    (table(), "m.gguf.calib.json has no factors that make KL of its losses"),
+    (table(FIT), "m.gguf.calib.json lacks one of q4_k, q1_0"),
 )
-def test_a_missing_table_names_the_command_to_run(found, tiers, reason, tmp_path, monkeypatch):
-    known = keeper(tmp_path, monkeypatch, found)
-    assert known.estimate(tiers) is None
-    with pytest.raises(ConfigError) as caught:
-        known.needed(tiers)
-    said = str(caught.value)
-    assert said.startswith("--max-loss and --policy floor cannot be used: ") and reason in said
-    assert f"run `moe-edge calibrate {tmp_path}/m.gguf --calib TEXT` (about 1 minute, once)" in said
+def test_who_needs_it_is_told_what_to_run(found, reason, tmp_path, monkeypatch):
+    """In one sentence with the command and its duration. Only a table that is missing or unusable
+    is worth an offer to make it."""
+    path, is_usable = tmp_path / "m.gguf", isinstance(found, LossTable)
+    synthetic.write(path, "tiny-qwen3moe")
+    if is_usable:
+        losses.default_path(path).touch()
+        monkeypatch.setattr(losses, "load", lambda *_: found)
+    elif found is not None:
+        text = found if isinstance(found, str) else json.dumps(found)
+        losses.default_path(path).write_text(text)
+    with ExpertModel.open(path) as model:
+        known = LossModel(Config.build(model=path), model)
+        assert known.estimate(["q4_k", "q1_0"]) is None
+        with pytest.raises(ConfigError) as caught:
+            known.needed(["q4_k", "q1_0"])
+    assert isinstance(caught.value, NoLossTableError) != is_usable
+    said, force = str(caught.value), "" if found is None else " --force"
+    assert said.startswith("--max-loss and --policy floor cannot be used: ")
+    assert reason in said and "\n" not in said
+    command = re.escape(f": run `moe-edge calibrate -m {path}{force}`")
+    assert re.search(command + r" \(about \d+ s, once\)$", said)
 
 
-@pytest.mark.parametrize(("n_bytes", "said"), [(1, "1 minute,"), (16 * 10**9, "12 minutes,")])
-def test_the_message_estimates_the_duration_of_calibrate(n_bytes, said, tmp_path, monkeypatch):
-    known = keeper(tmp_path, monkeypatch, None)
-    with open(tmp_path / "m.gguf", "r+b") as file:
-        file.truncate(n_bytes)  # sparse file
-    assert f"(about {said} once)" in known.unknown(["q4_k"])
+@cases(
+    "seconds, said",
+    (0.2, "1 s"),
+    (12.4, "12 s"),
+    (43, "45 s"),
+    (95, "2 minutes"),
+    (720, "12 minutes"),
+    (7300, "2 hours"),
+)
+def test_a_duration_is_rounded(seconds, said):
+    assert format_duration(seconds) == said
 
 
 def uneven_table():
