@@ -128,6 +128,10 @@ def test_every_architecture_is_listed(maker):
 
 @pytest.mark.parametrize("arch", PROVEN)
 def test_bit_for_bit(arch, make):
+    """Logits equal those of llama.cpp's own path.
+
+    Look-ahead prefetches experts if it is supported.
+    """
     for size in (AS_UPSTREAM, STREAMED):
         stats = compared(make(arch, size))
     # if tokens choose among experts, the look-ahead prefetches some
@@ -201,8 +205,8 @@ def test_planned_kv_bytes_equal_llama_cpps(arch, make, tmp_path, library):
     """The planned bytes of KV cells equal the bytes that llama.cpp reserves.
 
     Layers with KV cells, including indexers, share memory with the slots. Recurrent states of the
-    other layers do not. Sliding-window layers keep all cells, as upstream does. 600 tokens touch
-    less than two CELL_STEPs more than 600 cells.
+    other layers do not. Sliding-window layers keep all cells, as upstream does. 600 tokens touch at
+    least 600 cells and less than two CELL_STEPs more.
     """
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
     with tight(model, 4, ubatch=512, sequences=8) as runtime, runtime.evaluator() as e:
@@ -440,9 +444,9 @@ def test_experts_that_no_graph_computes(arch, make):
 
 @pytest.mark.parametrize("arch", DIFFUSION)
 def test_diffusion_is_refused(arch, make):
-    """llama.cpp has a separate program for diffusion models.
+    """Diffusion models are refused, because decoding a token would abort this process.
 
-    Decoding a token would abort this process.
+    llama.cpp has a separate program for them.
     """
     with pytest.raises(NativeError, match="diffusion models are not supported"):
         opened(make(arch), **options())

@@ -346,6 +346,7 @@ class Limited(Evictions):
     ],
 )
 def test_every_interleaving(rules, slots, pools, in_time, library, device, tmp_path):
+    """in_time: reads take virtual time."""
     if device is not None and (pools is not None or rules is Limited or in_time):
         pytest.skip("on a device a slot holds one tier, slots stay, and nothing is simulated")
     file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(pools or slots))

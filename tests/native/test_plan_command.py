@@ -141,6 +141,7 @@ def test_refusals(model, args, said):
     ],
 )
 def test_plan_and_chat_refuse_the_same(model, asked, said):
+    """`plan` notes the settings with which a chat would be refused."""
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Runtime.open(config)
@@ -212,11 +213,10 @@ def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
 
 
 def test_max_loss_chooses_the_plan(fitted):
-    """A token uses six experts:
+    """`max_loss` chooses the fastest plan within the loss, and the note gives the reason.
 
-    0.006 nats in q4_k, 0.06 nats in q2_k. Between them, a resident plan runs.
-
-    The note gives the reason.
+    A token uses six experts: 0.006 nats in q4_k, 0.06 nats in q2_k. Between them, a resident plan
+    runs.
     """
     ran = {}
     for allowed in (0.0, 0.05, 1.0):

@@ -35,7 +35,10 @@ def test_copies_stay_within_cache_ram(cache_ram, others):
 
 
 def test_a_long_conversation_evicts_copies_before_slots():
-    """Copies may return after the long conversation."""
+    """A long conversation takes the memory of prompt copies before that of slots.
+
+    Copies may return after the long conversation.
+    """
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as runtime:
         driver, store = runtime.inside.driver, runtime.inside.store
         shared, most = driver.shared, 4 * MIB

@@ -74,7 +74,7 @@ def said(runtime, prompt, **more):
 
 
 def test_scores_equal_evals_bit_for_bit(runtime):
-    """This holds with the same number of tokens per micro-batch.
+    """Scores equal those of `eval` bit for bit, with the same number of tokens per micro-batch.
 
     With another number, sums have another order, which decides close choices of a router.
     """
@@ -94,7 +94,10 @@ def test_scores_equal_evals_bit_for_bit(runtime):
 
 
 def test_the_longest_prompt_evicts_kept_conversations(runtime):
-    """Both sequences hold full contexts and lose them."""
+    """A prompt as long as the context is scored although both sequences hold full contexts.
+
+    The sequences lose their tokens.
+    """
     room = runtime.about.n_ctx
     words = tokens_of(runtime, TEXT * 20)
     prompts = [[*tokens_of(runtime, other), *words][: room - 8] for other in OTHERS]
@@ -136,7 +139,7 @@ def test_a_failing_policy_fails_only_its_request(deciding, monkeypatch):
 
 
 def test_a_stop_ends_the_running_part(deciding, monkeypatch):
-    """The stop comes from another thread, as with SIGTERM."""
+    """A stop from another thread, as with SIGTERM, ends the running part."""
     decide, layers = deciding.inside.policy.decide, []
 
     def stopping(*event):

@@ -106,7 +106,10 @@ def test_the_rate_delays_reads(driver):
 
 
 def test_the_rate_holds_for_the_host_cache_too(driver, device):
-    """The expert returns to its earlier tier, which on a device is still in the host cache."""
+    """Transitions keep their rate when their bytes come from the host cache.
+
+    The experts return to their earlier tier, which on a device is still in the host cache.
+    """
     store, experts = driver.store, [(0, 0), (1, 0)]
     for tier in (LOW, HIGH, LOW):
         assert store.transition([(*expert, tier) for expert in experts]) == 2
@@ -148,7 +151,10 @@ def test_a_failed_read_leaves_the_old_version(make, tmp_path, how):
 
 
 def test_a_request_takes_over_a_running_promotion(make):
-    """A policy may also request tiers. Experts in transition are not evicted for other experts."""
+    """A request takes over a running promotion to the same tier.
+
+    Experts in transition are not evicted for other experts.
+    """
     driver = make((2, 10), set())
     store = driver.store
     store.set_transition_rate(HELD)
@@ -171,7 +177,10 @@ def test_unknown_experts_are_refused(driver):
 
 @pytest.mark.parametrize("held", [True, False])
 def test_a_request_during_a_demotion(make, held, tmp_path):
-    """While an expert moves between two tiers, a token requests a third, better tier."""
+    """A request for a better tier during a demotion gets that tier.
+
+    The expert moves between two tiers, and a token requests a third one.
+    """
     driver = make((2, 12, 2, 2, 2), set(), ExpertFile(tmp_path / "five.bin", n_tiers=5))
     store = driver.store
     store.set_route(None, LOW)

@@ -161,7 +161,10 @@ def test_an_unsupported_processor_is_refused(run):
 @pytest.mark.parametrize("others", ["make build's", "PyPI's"])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_it_answers_next_to_another_llama_cpp(run, others, first, tmp_path):
-    """In one process and in either order, although both have libraries of the same names."""
+    """The wheel and another llama.cpp answer in one process, in either order.
+
+    Both have libraries of the same names.
+    """
     if others == "PyPI's" and not PYPI:
         pytest.skip("MOE_EDGE_PYPI is not set: `pip install --target FOLDER llama-cpp-python`")
     stock = tmp_path / "stock.gguf"
@@ -174,7 +177,10 @@ def test_it_answers_next_to_another_llama_cpp(run, others, first, tmp_path):
 
 
 def test_an_exception_of_another_library_is_caught(run, tmp_path):
-    """Each library has its own libstdc++, and so does the one that throws here."""
+    """An exception that another library throws in a callback is caught.
+
+    Each library has its own libstdc++, and so does the one that throws.
+    """
     source, library = tmp_path / "thrower.cpp", tmp_path / "libthrower.so"
     source.write_text(THROWER)
     flags = portable.LINKED.partition("=")[2].split()[:-1]
@@ -197,7 +203,7 @@ for _ in range(3):
 
 
 def test_some_tests_of_the_build_pass_with_the_wheel(wheel, tmp_path, real_cache):
-    """A few tests of each kind. tests/helpers/installed.py runs any others."""
+    """A few tests of each kind pass with the wheel. tests/helpers/installed.py runs any others."""
     assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
 
 
