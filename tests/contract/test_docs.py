@@ -1,7 +1,4 @@
-"""Documents are checked:
-
-the paths, commands and options that they name exist, and generated parts are current.
-"""
+"""Paths, commands and options that a document names exist, and its generated parts are current."""
 
 import importlib.util
 import os

@@ -327,9 +327,9 @@ class Cache:
             self.waiting[pool] = self.waiting[pool][1:]
 
     def turn_of(self, cell):
-        """Sort key of reads:
+        """Return the sort key of a read.
 
-        requests first, by kind and file offset, then prefetches in the order of their list.
+        Requests come first, by kind and file offset, then prefetches in the order of their list.
         """
         read = self.reads[cell]
         if read.ahead:
@@ -338,9 +338,9 @@ class Cache:
         return (0, rank, self.layout.offset(cell, read.tier), cell)
 
     def disk_steps(self):
-        """Return the possible next steps of the disk:
+        """Return the possible next steps of the disk.
 
-        a running read ends, or the most urgent read begins.
+        A running read ends, or the most urgent read begins.
         """
         running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]

@@ -1,6 +1,6 @@
-"""`mixed` on a model:
+"""`mixed` on a model.
 
-every expert is resident in its planned tier, and experts exchange their tiers while the model runs.
+Every expert is resident in its planned tier, and experts exchange their tiers while the model runs.
 """
 
 import numpy as np

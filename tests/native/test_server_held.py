@@ -1,6 +1,6 @@
-"""llama.cpp's server and its kept conversations:
+"""Kept conversations in llama.cpp's server.
 
-matched by text, inspected between steps, and written to files.
+They are matched by text, inspected between steps, and written to files.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Shared memory:
-
-KV cells and scratch take memory from the slots and return it. Logits do not change.
-"""
+"""KV cells and scratch take memory from the slots and return it. Logits do not change."""
 
 import os
 import signal

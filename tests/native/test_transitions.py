@@ -1,7 +1,4 @@
-"""Transitions of the real store:
-
-promotion, demotion, publication, eviction, failed and delayed reads.
-"""
+"""Transitions of the real store: promotion, demotion, publication, eviction, and reads."""
 
 import os
 import time
@@ -36,9 +33,9 @@ def expert_file(tmp_path_factory):
 
 @pytest.fixture
 def make(expert_file, library, device):
-    """make(slots, high, file):
+    """Return the function make(slots, high, file), which makes a store with all experts resident.
 
-    a store with all experts resident. Its invariants are checked at the end.
+    The store's invariants are checked at the end.
     """
     made = []
 

@@ -135,9 +135,9 @@ class Driver:
         return {expert: set(tiers.values()) for expert, tiers in seen.items()}
 
     def use_matrices(self, layer, experts):
-        """Return {expert:
+        """Return, for each expert, the tier of each of its matrices by kind.
 
-        {kind: tier}}. Each matrix must come once. Its bytes are checked, unless simulated.
+        Each matrix must come once. Its bytes are checked, unless simulated.
         """
         ids = (ctypes.c_int32 * len(experts))(*experts)
         seen = {expert: {} for expert in experts}
