@@ -43,7 +43,8 @@ PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 
 N_DECODE = 6
 CALIBRATED = 512
 AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # one batch, as in the unpatched library
-PUTS_AWAY = "orchestrator.runtime.prompt_copies"  # the process is killed at calls in this module
+# the process is killed at calls in this module
+COPIES_MODULE = "orchestrator.runtime.prompt_copies"
 POLICIES = (
     {"policy": "lru"},
     {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},
@@ -156,7 +157,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
     seen = set()
 
-    def told(e):
+    def with_report(e):
         decide = e.inside.policy.decide
 
         def decided(event, view, out):
@@ -171,7 +172,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
         logits(e)
 
     asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
-    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, told)
+    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, with_report)
     assert seen == {(layer, k, one) for layer, k in ((0, 4), (1, 1)) for one in (False, True)}
     outcome, _ = replayed(run.trace, SPEEDS[-1])  # the trace records the same routing
     assert [list(each) for each in outcome.stats.routed] == [
@@ -320,8 +321,8 @@ def test_two_precisions(arch, make, tmp_path):
         lost[low_tier] = divergence(rows, exported["q4_k"])
     assert 0 < lost["q2_k"] < lost["skip"]
     allowed = lost["skip"] / 4
-    rows, foreseen = run(**floor, max_loss=allowed)
-    assert 0 < foreseen < 1.2 * allowed
+    rows, predicted = run(**floor, max_loss=allowed)
+    assert 0 < predicted < 1.2 * allowed
     assert 0 < divergence(rows, exported["q4_k"]) < 2 * allowed
 
 
@@ -350,11 +351,11 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
         continued = first_logits(runtime, more)
     with talking(None) as runtime:
         new = first_logits(runtime, more)
-    total = calls_of(talk, PUTS_AWAY)
+    total = calls_of(talk, COPIES_MODULE)
     n_read = []
     for at in (total // 20, total * 2 // 3, total):
         shutil.rmtree(folder)
-        assert killed(talk, at, PUTS_AWAY)
+        assert killed(talk, at, COPIES_MODULE)
         with talking(folder) as runtime:
             n_read.append(evaluated(runtime, more, 1))
             found = runtime.inside.context.logits().copy()

@@ -124,14 +124,14 @@ def test_placements_read_only_changed_experts(five, options):
             until_placed(e)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
-            owed = sum(
+            changed_bytes = sum(
                 kind[after[layer, expert]].expert_bytes
                 for layer, expert in changed
                 for kind in model.slices[layer]
                 if kind[0] is not None
             )
             moved = stats.transition_bytes - read
-            assert changed and 0 < moved <= 1.1 * owed
+            assert changed and 0 < moved <= 1.1 * changed_bytes
             assert is_async or at_once == moved
             assert np.equal(*store.states()).all() and ((after == 0).sum(axis=1) == 2).all()
             store.check()

@@ -10,11 +10,11 @@ from patches.upstream import PATCHES
 from .conftest import HERE, greedy, opened, run_program
 
 NATIVE = PATCHES / "native"
-STORE_ROOMS = (
+STORE_SOURCES = (
     *("store", "store-c", "steps", "transitions", "check", "staging", "host-tier", "host-device"),
     *("in-place", "workers", "crc32", "cells", "slots", "reads", "loads", "open", "limit"),
 )
-STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
+STORE = [NATIVE / f"moe-edge-{source}.cpp" for source in STORE_SOURCES]
 SANITIZERS = ("thread", "address,undefined")
 
 

@@ -39,10 +39,10 @@ def test_a_window_of_all_queries_equals_the_exact_form(shape, tiny_model):
     """
     model = tiny_model(shape, "q4_k")
     exact = scores(model, [TOKENS], importance="exact")
-    cheap = scores(model, [TOKENS], importance="window", importance_window=N)
+    windowed = scores(model, [TOKENS], importance="window", importance_window=N)
     assert len(exact) > 1
     for layer, expected in exact.items():
-        found = cheap[layer]
+        found = windowed[layer]
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
         if len(expected) == N:
             assert expected.sum() == pytest.approx(N, rel=1e-4)
@@ -90,9 +90,9 @@ def test_a_last_layer_maps_its_output_rows(one):
     found = scores(one, [TOKENS], importance_window=4)
     last = found[max(found)]
     assert last.shape == (1,)
-    everything = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
-    assert everything.shape == (N,)
-    np.testing.assert_allclose(last[0], everything[-1], rtol=1e-4)
+    all_tokens = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
+    assert all_tokens.shape == (N,)
+    np.testing.assert_allclose(last[0], all_tokens[-1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("importance", ["window", "exact", "load"])

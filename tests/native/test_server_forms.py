@@ -50,7 +50,7 @@ def tried(library, llama_source):
     return try_one
 
 
-THOUGHT = "Well.</think>"
+END_OF_REASONING = "Well.</think>"
 # Templates whose parsers in llama.cpp ignore schemas or allow reasoning instead of the answer, with
 # the text before an answer.
 SCHEMAS = {
@@ -60,11 +60,11 @@ SCHEMAS = {
     "Kimi-K3": "Well.<|close|>think<|sep|><|open|>response<|sep|>",
     "GigaChat3-10B-A1.8B": "",
     "GigaChat3.1-10B-A1.8B": "",
-    "inclusionai-ling-3.0-flash": THOUGHT,
+    "inclusionai-ling-3.0-flash": END_OF_REASONING,
     "meetkai-functionary-medium-v3.2": "all\n",
-    "Qwen3.5-4B": f"{THOUGHT}\n\n",
-    "StepFun3.5-Flash": f"{THOUGHT}\n",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": THOUGHT,
+    "Qwen3.5-4B": f"{END_OF_REASONING}\n\n",
+    "StepFun3.5-Flash": f"{END_OF_REASONING}\n",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": END_OF_REASONING,
     "LFM2-8B-A1B": "",
 }
 

@@ -242,7 +242,7 @@ def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes
 
     A step with one prompt token has the same shape as a step of an answer.
     """
-    told, steps, tokens = [], [], []
+    phases_seen, steps, tokens = [], [], []
     settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
     with serving(2, **settings) as runtime:
         driver, store = runtime.inside.driver, runtime.inside.store
@@ -254,7 +254,7 @@ def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes
 
         driver.set_route(watched)
         store.set_step_done(lambda step: (steps.append(step), driver.step_done(step)))
-        monkeypatch.setattr(driver, "follow", told.append)
+        monkeypatch.setattr(driver, "follow", phases_seen.append)
         for prompt in prompts:
             sequences = [0, 1] if isinstance(prompt[0], list) else [0]
             data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
@@ -265,7 +265,7 @@ def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes
     n_read = len(sequences) if len(sequences) > 1 else len(prompts)
     assert sum(len(step.prompt_ends) for step in steps) == n_read
     assert len(steps) - len(in_prompts) == 2 * len(prompts)  # the third token is not decoded
-    assert told == [step.phase for step in steps]
+    assert phases_seen == [step.phase for step in steps]
     assert all(phases in ({Phase.PREFILL}, {Phase.DECODE}) for phases in tokens)
 
 

@@ -98,13 +98,13 @@ def test_the_longest_prompt_evicts_kept_conversations(runtime):
 
     The sequences lose their tokens.
     """
-    room = runtime.about.n_ctx
+    n_ctx = runtime.about.n_ctx
     words = tokens_of(runtime, TEXT * 20)
-    prompts = [[*tokens_of(runtime, other), *words][: room - 8] for other in OTHERS]
-    first = choice_of(runtime, words[:room])
-    for seat, prompt in enumerate(prompts):
-        assert said(runtime, prompt, id_slot=seat)[0] == room - 8
-    assert choice_of(runtime, words[:room]) == first
+    prompts = [[*tokens_of(runtime, other), *words][: n_ctx - 8] for other in OTHERS]
+    first = choice_of(runtime, words[:n_ctx])
+    for slot, prompt in enumerate(prompts):
+        assert said(runtime, prompt, id_slot=slot)[0] == n_ctx - 8
+    assert choice_of(runtime, words[:n_ctx]) == first
     scored(runtime, "a")  # frees the context for the other tests
 
 

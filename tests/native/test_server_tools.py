@@ -102,8 +102,8 @@ def test_tool_choice_holds(tmp_path, name):
         common = {"messages": TURNS, "tools": [CAPITAL], "max_tokens": 300}
         # A model that was not trained with tools would call without end.
         common["parallel_tool_calls"] = False
-        told = answered(runtime, RENDER, **common)["prompt"]
-        assert "The capital of a country." in told and "And of Peru?" in told
+        rendering = answered(runtime, RENDER, **common)["prompt"]
+        assert "The capital of a country." in rendering and "And of Peru?" in rendering
         made = answered(runtime, CHAT, **common, tool_choice="required")
         (choice,) = made["choices"]
         assert choice["finish_reason"] == "tool_calls", choice

@@ -66,8 +66,8 @@ def test_slots_shrink_with_used_memory_and_grow_again(path, cap):
             seen.append(held(e))
         short, long, after, *_ = seen
         assert long < after < short
-        room = plan.shared.cache_bytes(512)  # for a prompt copy
-        assert 0 <= plan.slots.total_bytes - short <= room
+        copy_bytes = plan.shared.cache_bytes(512)  # for a prompt copy
+        assert 0 <= plan.slots.total_bytes - short <= copy_bytes
         e.reset()
         e.eval(PROMPT[:20], 0)
         assert held(e) == short

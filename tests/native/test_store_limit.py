@@ -127,15 +127,15 @@ def test_static_tables_end_with_a_limit(library, tmp_path):
     """
     driver = make(library, tmp_path, simulated=True, n_warm=10, n_slots=10)
     with driver.store as store:
-        row, everything = row_bytes(store), kept(store)
-        assert everything == [*EXPERTS, *THE_OTHERS]
+        row, all_experts = row_bytes(store), kept(store)
+        assert all_experts == [*EXPERTS, *THE_OTHERS]
         store.limit(9 * row)
-        assert kept(store) == everything[1:]
+        assert kept(store) == all_experts[1:]
         store.limit(10 * row)
         for kind in KINDS:
-            driver.prefetch([(*everything[0], 0)], kind)
+            driver.prefetch([(*all_experts[0], 0)], kind)
         driver.clock.advance(1000 * US)
-        assert kept(store) == everything
+        assert kept(store) == all_experts
 
 
 def test_pinned_slots_are_freed_after_their_use(library, tmp_path):

@@ -73,12 +73,12 @@ def test_the_number_of_threads_changes_no_bits(path, tier, tiny_model):
 def test_settings_that_fix_the_number_of_threads(one, monkeypatch):
     made = []
 
-    class Seen(load.FreeCores):
+    class Recording(load.FreeCores):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(load, "FreeCores", Seen)
+    monkeypatch.setattr(load, "FreeCores", Recording)
     for settings in ({"threads": 1}, {"exact": True}, {"seed": 7}):
         with opened(one, **{"threads": None, **settings}):
             assert not made, settings

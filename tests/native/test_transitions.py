@@ -61,8 +61,8 @@ def step(driver, layer=0, experts=range(N_EXPERT)):
     return driver.use(layer, list(experts))
 
 
-def test_a_swap(driver):
-    """Demote into the reserve, then promote into the freed slot.
+def test_two_experts_exchange_their_tiers(driver):
+    """An expert is demoted into the reserve, and another one promoted into the freed slot.
 
     Each takes effect at the next step.
     """

@@ -25,10 +25,10 @@ HANG_S = 1800  # CI compiles everything
 QUESTION = ("chat", "-p", "What is the capital of Norway?", "--seed", "1")
 MOST_BYTES = 75 * 10**6
 # Instructions that a library for a set of instructions must not contain, as printed by objdump:
-# those of higher sets, and those of no set (NOBODYS).
+# those of higher sets, and those of no set (OF_NO_SET).
 AVX512 = r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b"
 VNNI = r"vpdp(bus|wss)"
-NOBODYS = (
+OF_NO_SET = (
     r"\b(tdp\w+|\w*tile\w+|vdpbf16ps|vcvtne\w+|vperm[it]2b|vpermb|vpmultishiftqb|gf2p8\w+|sha\d\w+|"
     r"vaes\w+|vpclmul\w+)\b"
 )
@@ -106,7 +106,7 @@ def run(python, tmp_path):
     yield call
 
 
-def test_contents(wheel):
+def test_files_and_size_of_the_wheel(wheel):
     name, version, tag = wheel.stem.split("-", 2)
     assert (name, tag) == ("moe_edge", portable.tag()) and "+" not in version
     assert wheel.stat().st_size <= MOST_BYTES
@@ -212,7 +212,7 @@ def test_no_set_has_an_instruction_of_a_higher_one(python):
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     for path in sorted(folder.rglob("*.so*")):
         name = path.parent.name if path.parent != folder else "avx2"
-        never = re.compile("|".join((*NEVER[name], NOBODYS)))
+        never = re.compile("|".join((*NEVER[name], OF_NO_SET)))
         found, function = set(), ""
         command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -116,8 +116,8 @@ class Driver:
             self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
     def warm(self, high):
-        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
-        self.store.warm([(*each, HIGH if each in high else LOW) for each in everyone])
+        every_expert = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.store.warm([(*each, HIGH if each in high else LOW) for each in every_expert])
         self.store.reset_stats()
 
     def apply(self, layer, experts):

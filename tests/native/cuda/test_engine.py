@@ -79,7 +79,7 @@ def test_decodes_as_on_the_host(runs, name):
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
-def test_misses_by_choice(runs, name):
+def test_every_kind_of_misses_gives_the_same_answer(runs, name):
     """Misses computed by the host, and misses divided by measured speeds, give the same answer."""
     # otherwise the resident tier is computed
     options = {**POLICIES[name], "exact_tiers": name == "dymoe"}

@@ -81,7 +81,7 @@ def test_random_swaps(device):
 
 
 @pytest.mark.parametrize("order", ["load", "reuse"])
-def test_a_missing_wait_is_noticed(emulated, order):
+def test_a_missing_wait_gives_wrong_rows(emulated, order):
     """Without the wait for a copy or for a slot's last reader, rows are wrong.
 
     The tests above rely on this. A real GPU may be fast enough to be right by chance.
