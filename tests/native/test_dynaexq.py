@@ -110,9 +110,9 @@ def test_no_token_waits_while_the_topic_changes():
 
         # on a slow disk, promotions take longer than two answers
         until(lambda: asked >= 2 and store.stats().experts_promoted, ask)
-        stats, report = store.stats(), runtime.policy_report()
+        stats, told = store.stats(), runtime.policy_report()
         assert 0 <= stats.experts_demoted - stats.experts_promoted <= 4
-        assert report["promotions"] <= stats.experts_promoted and report["high_per_layer"] == [5, 5]
+        assert told["promotions"] <= stats.experts_promoted and told["high_per_layer"] == [5, 5]
         assert list(stats.demand_bytes) == list(stats.prefetch_bytes) == [0, 0]
         assert list(stats.wait_us) == list(stats.callbacks) == [0, 0]
         assert stats.evictions == stats.waves == stats.transitions_failed == 0
