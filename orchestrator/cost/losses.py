@@ -44,7 +44,7 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP, SKIP_TIER
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
 from orchestrator.policy.base import Placement
 

@@ -30,7 +30,7 @@ from .servers import (
     broken,
     config,
     posted,
-    server_config,
+    server_request,
     serving,
     whole,
 )
@@ -44,7 +44,7 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
 def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
     settings = settings | {"use_extra_bufts": False}
-    made = server_config(config(**settings))
+    made = server_request(config(**settings))
     with Runtime.open(made) as runtime, runtime.evaluator() as evaluator:
         logits = evaluator.eval(evaluator.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
@@ -202,7 +202,7 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
 
     monkeypatch.setattr(Driver, "on_route", watched)
     monkeypatch.setattr(Driver, "idle", lambda *_: None)  # it reads experts as well
-    with Runtime.open(server_config(config(**settings))) as runtime:
+    with Runtime.open(server_request(config(**settings))) as runtime:
         at_first = (runtime.inside.store.resident() < ABSENT).sum(axis=1)
     with serving(**settings) as runtime:
         inside, stats = runtime.inside, runtime.inside.store.stats()

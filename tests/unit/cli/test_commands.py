@@ -15,7 +15,6 @@ from orchestrator.cli import options as module
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
-from orchestrator.runtime.answering import Answering
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def test_options_reach_the_config(opened):
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
         config = module.Config.build(model=Path("a.gguf"), remember=True, **values)
-        assert opened[-1].config == Answering().config(config)
+        assert opened[-1].config == config
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 

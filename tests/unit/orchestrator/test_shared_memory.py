@@ -6,17 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from asking import request_of
 from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.plan.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
-from orchestrator.plan.machine import Device, Machine
-from orchestrator.plan.planning import Refusal, plan, plan_memory, sizes_to_count
-from orchestrator.plan.request import Counted, PlanRequest
-from orchestrator.plan.shared import CELL_STEP, SharedMemory, longest_context
+from orchestrator.plan.planning import plan, plan_memory, sizes_to_count
+from orchestrator.plan.records import (
+    CELL_STEP,
+    Counted,
+    Device,
+    Machine,
+    Refusal,
+    SharedMemory,
+    longest_context,
+)
 from orchestrator.policy.base import place
 
 MIB = 2**20
@@ -82,8 +88,8 @@ def model(tmp_path_factory):
 
 
 def plan_in(model, free, **settings):
-    config = Config.build(model=model.path, **{"conversations": True, "cache_ram": 0, **settings})
-    return plan_memory(config, model, Machine(free))
+    usual = {"conversations": True, "cache_ram": 0}
+    return plan_memory(request_of(model=model.path, **{**usual, **settings}), model, Machine(free))
 
 
 def half(model, **settings):
@@ -179,7 +185,7 @@ CARD = replace(HOST, device=Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True
 
 def plan_for(many, machine=HOST, **settings):
     usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
-    return plan_memory(Config.build(model=many.path, **(usual | settings)), many, machine)
+    return plan_memory(request_of(model=many.path, **(usual | settings)), many, machine)
 
 
 def cap(many, share, machine=HOST, **settings):
@@ -254,10 +260,8 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(many):
 
 
 def test_the_rows_that_llama_does_not_count_are_counted(many):
-    config = Config.build(model=many.path, policy="lru")
-    rows = compute_bytes(many, PlanRequest.of(config), 4096, 1024, 0) - compute_bytes(
-        many, PlanRequest.of(config), 4096, 512, 0
-    )
+    request = request_of(model=many.path, policy="lru")
+    rows = compute_bytes(many, request, 4096, 1024, 0) - compute_bytes(many, request, 4096, 512, 0)
     # two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product has
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
@@ -268,10 +272,10 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 
     def taken(sequences, **more):
         usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
-        config = Config.build(model=many.path, sequences=sequences, **(usual | more))
-        load = config.with_changes(importance="load")
-        return compute_bytes(many, PlanRequest.of(config), 4096, 512, 0) - compute_bytes(
-            many, PlanRequest.of(load), 4096, 512, 0
+        asked = {"model": many.path, "sequences": sequences, **usual, **more}
+        load = request_of(**{**asked, "importance": "load"})
+        return compute_bytes(many, request_of(**asked), 4096, 512, 0) - compute_bytes(
+            many, load, 4096, 512, 0
         )
 
     assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
@@ -293,13 +297,14 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 )
 def test_importance_takes_memory_where_a_prompt_may_be_lowered(many, asked, reserved):
     """And nowhere else does a policy want it, so that nothing is taken unplanned."""
-    config = Config.build(model=many.path, sequences=15, **asked)
-    without = config.with_changes(importance="load")
     taken, least = (
-        compute_bytes(many, PlanRequest.of(each), 4096, 512, 0) for each in (config, without)
+        compute_bytes(
+            many, request_of(model=many.path, sequences=15, **asked, **more), 4096, 512, 0
+        )
+        for more in ({}, {"importance": "load"})
     )
     assert (taken > least) == reserved
-    if config.policy in (None, "dymoe", "firm"):
+    if asked.get("policy") in (None, "dymoe", "firm"):
         plan = plan_for(many, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
         assert plan.placement is not None and plan.placement.wants.importance == reserved
 
@@ -313,9 +318,9 @@ def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fi
 
 
 def test_parts_that_are_scored_take_no_more_than_their_share():
-    config = Config.build(model="m.gguf", scored=4096)
+    request = request_of(model="m.gguf", scored=4096)
     n_vocab = SCORING_BYTES // 8 // 13
-    found = [output_tokens(PlanRequest.of(config), n, 512) for n in (2, n_vocab, SCORING_BYTES)]
+    found = [output_tokens(request, n, 512) for n in (2, n_vocab, SCORING_BYTES)]
     assert found == [512, 13, 1]
 
 
@@ -327,8 +332,7 @@ def test_a_plan_has_a_context(model):
         return model.kv_bytes(n_ctx) + 8192, n_tokens * 40_000
 
     def asked(ram):
-        config = Config.build(model=model.path, policy="lru", conversations=True, ram=ram)
-        request = PlanRequest.of(config)
+        request = request_of(model=model.path, policy="lru", conversations=True, ram=ram)
         counted = Counted.of(sizes_to_count(request, model)[1], count)
         return plan(replace(request, counted=counted), model, Machine(2**40))
 
