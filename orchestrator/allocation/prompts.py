@@ -14,7 +14,7 @@ from orchestrator.allocation.slots import Rules
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
 # Share of a layer's high slots for the experts that a prompt uses most; PASSING_SHARE is for
-# streaming the rest of its experts (docs/experiments/prompts.md).
+# streaming the rest of its experts (docs/experiments/engine.md).
 _STAYS_SHARE = 0.75
 
 

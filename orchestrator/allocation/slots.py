@@ -16,7 +16,7 @@ FileTier = NewType("FileTier", int)
 
 Transition = tuple[int, int, int]  # layer, expert, new tier
 
-# Share of a layer's high slots that streaming may use (docs/experiments/prompts.md).
+# Share of a layer's high slots that streaming may use (docs/experiments/engine.md).
 PASSING_SHARE = 0.5
 
 # How a share falls with depth (DyMoE, section 4.3).

@@ -18,7 +18,7 @@ TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 # The share of resident experts from which the CPU's own layout is used. A token also waits for the
 # conversion of a missing expert, so reading experts from disk is slower with this layout, even for
-# types where one use compensates for it (docs/experiments/layouts.md).
+# types where one use compensates for it (docs/experiments/engine.md).
 RESIDENT_SHARE = 0.99
 
 

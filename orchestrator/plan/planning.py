@@ -44,8 +44,8 @@ SHARE = 1 / 16
 # How often an answer reads an expert without a slot, per token of its prompt and relative to the
 # mean use of an expert. An answer has an eighth of its prompt's length: the medians of
 # conversations in Splitwise (ISCA 2024, Figure 3) are 129 and 1,020 tokens. Experts without a slot
-# are the least used ones; half the mean is a safe estimate (docs/experiments/prompts.md,
-# "Micro-batches by memory").
+# are the least used ones; half the mean is a safe estimate (docs/experiments/engine.md,
+# "What a long prompt does to the cache").
 ABSENT_USE = 1 / 8 / 2
 
 

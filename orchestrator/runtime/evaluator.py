@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -50,10 +50,7 @@ class Inside:
     @property
     def driver(self) -> Driver:
         """The loop between the policy and the store."""
-        driver = self.loaded.driver
-        if driver.store is None:
-            raise ConfigError("llama.cpp's own path has no policy and no store")
-        return cast(Driver, driver)
+        return self.loaded.store_driver
 
     @property
     def store(self) -> Store:

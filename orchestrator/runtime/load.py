@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.errors import GGUFError
+from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.events import Phase
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
@@ -53,6 +54,13 @@ class Loaded:
     @property
     def plan(self) -> Plan:
         return self.runs.plan
+
+    @property
+    def store_driver(self) -> Driver:
+        """The driver of a policy with a store. Raises ConfigError on llama.cpp's own path."""
+        if self.driver.store is None:
+            raise ConfigError("llama.cpp's own path has no policy and no store")
+        return cast(Driver, self.driver)
 
     def warm_up(self) -> None:
         """Compute a micro-batch and a token with few experts per layer, and forget them, so that

@@ -597,7 +597,8 @@ class Runtime(Closing):
         """End all computing, and free the loaded model; False if a step still runs at end_s."""
         self.stop()
         loaded = self._loaded
-        loaded.driver.end_idle()
+        with self._turns:  # _read_ahead may be starting a thread
+            loaded.driver.end_idle()
         if self._native is not None:
 
             def left_s() -> float | None:
