@@ -18,7 +18,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.plan import planning as planning
 from orchestrator.plan.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.plan.options import check_unused, without_effect
+from orchestrator.plan.options import check_unused, notes_of, without_effect
 from orchestrator.plan.planning import plan_memory, scratch_bytes
 from orchestrator.plan.records import Device, Machine
 from orchestrator.policy import POLICIES
@@ -151,7 +151,7 @@ def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
 
     def notes(path, low=None, **settings):
         with ExpertModel.open(path, low) as model:
-            return planning.notes_of(Config.build(model=path, low=low, **settings), model)
+            return notes_of(Config.build(model=path, low=low, **settings), model)
 
     high, low = models["high"].path, models["low"].path
     assert notes(high, ctx=2048) == []
