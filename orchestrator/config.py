@@ -16,7 +16,6 @@ from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
 from orchestrator.settings import (
     ANSWER,
-    FROM_0,
     MEMORY,
     MODEL,
     MORE,
@@ -459,12 +458,6 @@ class Config(Settings):
     importance_window: int = setting(
         32, "Number of queries for importance=window.", within=(1, 65536), option=False
     )
-    exact_tiers: bool = setting(
-        False,
-        "Compute a low request in low even if a high copy is in memory, to measure quality.",
-        option=False,
-    )
-    io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
     direct_io: bool = setting(True, "Read around the page cache.", option=False)
     use_extra_bufts: bool | None = setting(
         None,
@@ -485,44 +478,6 @@ class Config(Settings):
         shown="if the file has one precision and --ram is not given",
         option=False,
     )
-    force_managed: bool = setting(
-        False, "Manage experts in the store even if everything fits.", option=False
-    )
-    logits_all: bool = setting(
-        False, "Allocate logits for every token of a batch, for evaluation.", option=False
-    )
-    scored: int = setting(
-        0,
-        "Largest part of a prompt, in tokens, whose logits are computed at once for scoring.",
-        within=FROM_0,
-        option=False,
-    )
-    sequences: int = setting(
-        0,
-        "Number of sequences that may decode in addition to number 0. All share the context.",
-        within=(0, MOST_SEQUENCES),
-        option=False,
-    )
-    beside: int = setting(
-        0,
-        "Bytes that the process needs in addition to the model and a chat.",
-        within=FROM_0,
-        unit=SIZE,
-        option=False,
-    )
-    beside_token: int = setting(
-        0,
-        "Like `beside`, for each token of the vocabulary.",
-        within=FROM_0,
-        unit=SIZE,
-        option=False,
-    )
-    conversations: bool = setting(
-        False,
-        "Reserve memory for earlier prompts, and shrink the expert cache when the context and "
-        "scratch memory grow.",
-        option=False,
-    )
     remember: bool | None = setting(
         None,
         "Save usage statistics of a model in the user cache: how often each expert is used, and "
@@ -531,6 +486,19 @@ class Config(Settings):
         conversation=True,
         group=MORE,
     )
+    # Settings of measurements and studies.
+    force_managed: bool = setting(
+        False, "Manage experts in the store even if everything fits.", option=False
+    )
+    logits_all: bool = setting(
+        False, "Allocate logits for every token of a batch, for evaluation.", option=False
+    )
+    exact_tiers: bool = setting(
+        False,
+        "Compute a low request in low even if a high copy is in memory, to measure quality.",
+        option=False,
+    )
+    io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
     of_policies: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -13,10 +13,10 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
@@ -179,7 +179,12 @@ def again(record: type[Settings], name: str, default: Any = MISSING, **changes: 
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of settings records. Construction checks all values and raises SettingError."""
+    """Base class of settings records. Construction checks all values and raises SettingError.
+
+    usual: values that a policy uses for settings that are None.
+    """
+
+    usual: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     @cache
@@ -204,6 +209,11 @@ class Settings:
         """
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
+
+    def with_usual(self: S) -> S:
+        """Return the record with the usual values for settings that are None."""
+        missing = {name: v for name, v in self.usual.items() if getattr(self, name) is None}
+        return replace(self, **missing) if missing else self
 
     @classmethod
     def changed(cls: type[S], recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> S:

@@ -6,10 +6,10 @@ computed in the model's graph and arrives with the route event, best first.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase, StepReport
@@ -35,14 +35,7 @@ class LookAhead(Settings):
         None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
     )
 
-    @property
-    def default_ahead(self) -> int:
-        """The policy's default for n_ahead."""
-        return 1
-
-    def with_usual(self: L) -> L:
-        """Return the settings with n_ahead set to the policy's default if it was None."""
-        return self if self.n_ahead is not None else replace(self, n_ahead=self.default_ahead)
+    usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
         """Return the settings for a trace that predicts `depth` layers ahead. asked: names of

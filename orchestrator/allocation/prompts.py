@@ -10,34 +10,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
+from orchestrator.allocation.slots import Rules
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
-# Shares of a layer's high slots: for the experts that a prompt uses most, and for streaming the
-# rest of its experts (docs/experiments/engine.md).
+# Share of a layer's high slots for the experts that a prompt uses most; PASSING_SHARE is for
+# streaming the rest of its experts (docs/experiments/engine.md).
 _STAYS_SHARE = 0.75
-_PASSING_SHARE = 0.5
 
 
-def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
-    use half of the slots of tier 0."""
-    groups: list[SlotGroup] = []
-    group_of: dict[tuple[int, int, int], int] = {}
-    for layer, of_tiers in enumerate(counts):
-        for tier, units in enumerate(of_tiers):
-            passing = max(1, int(units * _PASSING_SHARE)) if tier == 0 else units
-            for kind, size in shape.slots[layer][tier].items():
-                group_of[layer, kind, tier] = len(groups)
-                groups.append(SlotGroup(size, units, passing))
-    return SlotPlan(tuple(groups), group_of)
+def gate_order(weights: Sequence[float]) -> Sequence[int]:
+    """Return the positions of one token's routed experts, most important first.
 
-
-def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Return the number of tier-0 slots of each layer: the same in every layer, at least one."""
-    n = shape.n_expert
-    sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
-    return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
+    The importance I(E_j) is the routing weight g_j (eq. 3). weights: [k]. Equal weights keep the
+    router's order, which is by weight unless the router selects by another criterion (a bias,
+    groups).
+    """
+    places = range(len(weights))
+    if sorted(weights, reverse=True) == weights:
+        return places
+    return sorted(places, key=weights.__getitem__, reverse=True)
 
 
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:

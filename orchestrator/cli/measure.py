@@ -189,7 +189,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
     from gguf_tools.experts import ExpertModel
     from orchestrator.lab.eval import EvalOptions, render
     from orchestrator.lab.eval import evaluate as run
-    from orchestrator.plan.planning import notes_of
+    from orchestrator.plan.options import notes_of
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:

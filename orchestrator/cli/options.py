@@ -326,9 +326,7 @@ def make_config(options: dict[str, Any]) -> Config:
 def chat_config(options: dict[str, Any]) -> Config:
     """Return the config that `moe-edge chat` would use with these options. Commands that plan or
     test a model use it too."""
-    from orchestrator.runtime.answering import Answering
-
-    return Answering().config(make_config({"remember": True, **given(options)}))
+    return make_config({"remember": True, **given(options)})
 
 
 @contextmanager

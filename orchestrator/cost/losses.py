@@ -45,7 +45,7 @@ from orchestrator.config import Config
 from orchestrator.cost.calibrating import CalibrationTime, format_duration
 from orchestrator.errors import ConfigError, LossTableError, NoLossTableError
 from orchestrator.events import SKIP, SKIP_TIER
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
 from orchestrator.policy.base import Placement
 

@@ -29,7 +29,6 @@ from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.native.llama import Bindings
-from orchestrator.plan.choice import check_unused, without_effect
 from orchestrator.plan.machine import (
     Probe,
     check_misses,
@@ -39,16 +38,9 @@ from orchestrator.plan.machine import (
     planned_device,
     probe,
 )
-from orchestrator.plan.planning import (
-    Plan,
-    Refusal,
-    least,
-    notes_of,
-    plan,
-    planned,
-    sizes_to_count,
-)
-from orchestrator.plan.request import Counted, PlanRequest
+from orchestrator.plan.options import check_unused, notes_of, without_effect
+from orchestrator.plan.planning import least, plan, planned, sizes_to_count
+from orchestrator.plan.records import Counted, Plan, PlanRequest, Refusal
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
 from orchestrator.policy.base import History
 
@@ -59,22 +51,31 @@ _WORTH_SAYING = 1.1
 class Runs(NamedTuple):
     """A resolved plan.
 
-    config: with the settings of the plan that the allowed loss chose. plan: its memory plan. loses:
-    its predicted quality loss.
+    request: with the settings of the plan that the allowed loss chose. plan: its memory plan.
+    loses: its predicted quality loss.
     """
 
-    config: Config
+    request: PlanRequest
     plan: Plan
     loses: Foreseen
+
+    @property
+    def config(self) -> Config:
+        """The settings of the plan."""
+        return self.request.config
 
 
 class Planner:
     """Plans a model on this machine, with the records of earlier runs."""
 
-    def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
-        """config: the configuration at start; its memory cap also limits measurements of this
-        machine. disk: bandwidth of the disk for a model that is not stored here. Raises ConfigError
-        if the device does not exist, and NativeError without the library."""
+    def __init__(
+        self, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None = None
+    ) -> None:
+        """request: the front end's needs, and the configuration at start, whose memory cap also
+        limits measurements of this machine. disk: bandwidth of the disk for a model that is not
+        stored here. Raises ConfigError if the device does not exist, and NativeError without the
+        library."""
+        config = request.config
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -83,8 +84,8 @@ class Planner:
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
         self.history = KnownHistory(self.hotness, self.losses, self.tuned)
-        self._config, self._model, self._disk = config, model, disk
-        self._probe = Probe(self.bindings, PlanRequest.of(config))
+        self.request, self._model, self._disk = request, model, disk
+        self._probe = Probe(self.bindings, request)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
         # Why the allowed loss chose this plan.
@@ -98,14 +99,14 @@ class Planner:
         notes = (
             self.chosen,
             self.brings,
-            without_effect(self._config),
+            without_effect(self.request.config),
             self.hotness.note,
             self.usage.note,
             self.losses.note,
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
-            more_than_there(self._config.ram, self.machine),
-            *notes_of(self._config, self._model),
+            more_than_there(self.request.config.ram, self.machine),
+            *notes_of(self.request.config, self._model),
         )
         return " ".join(filter(None, notes)) or None
 
@@ -113,7 +114,7 @@ class Planner:
     def slow_disk(self) -> str | None:
         """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
         leaves no memory to measure a disk."""
-        return slow_disk(self._model, self._config)
+        return slow_disk(self._model, self.request.config)
 
     def runs(self, config: Config) -> Runs:
         """Return the resolved plan for these settings.
@@ -144,7 +145,8 @@ class Planner:
         change the choice.
         """
         left_open = config.policy is None and not config.of_policies and config.seed is None
-        return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
+        converses = self.request.needs.conversations
+        return left_open and converses and plan.absent_bytes > 0 and self.gpu is None
 
     def _faster(self, runs: Runs) -> Runs:
         """Return the resolved plan of another lossless policy if it is known to be clearly faster;
@@ -168,7 +170,11 @@ class Planner:
         conversation without a named policy; None if it is small or not known without measuring."""
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
-        if asked or not (config.conversations and plan.absent_bytes) or runs.loses.kl != 0.0:
+        if (
+            asked
+            or not (self.request.needs.conversations and plan.absent_bytes)
+            or runs.loses.kl != 0.0
+        ):
             return None
         best, declared = plan.tier_names[0], policy_settings()[ALLOWED_LOSS]
         usual = declared.default
@@ -192,14 +198,19 @@ class Planner:
 
     def _laid_out(self, config: Config) -> Runs:
         found = self._plan(config)
-        return Runs(config, found, self.loses(found))
+        return Runs(self._asked(config), found, self.loses(found))
+
+    def _asked(self, config: Config) -> PlanRequest:
+        """Return the front end's request with these settings."""
+        return replace(self.request, config=config)
 
     def _possible(self, config: Config) -> Runs | None:
         """Return the resolved plan for these settings; None if they do not fit the memory or the
         model."""
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
-            return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
+            if isinstance(found, Plan):
+                return Runs(self._asked(config), found, self.loses(found))
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
@@ -212,7 +223,7 @@ class Planner:
         """Return the smallest cap in bytes (--ram, or --vram of a GPU) that works with these
         settings. Raises BudgetError if none does."""
         with self._probe:
-            request, model = PlanRequest.of(config), self._model
+            request, model = self._asked(config), self._model
             found = least(self._counted(request), model, self.machine, self.history)
             return planned(found).cap_bytes
 
@@ -220,7 +231,7 @@ class Planner:
         return planned(self._try(config, more_scratch))
 
     def _try(self, config: Config, more_scratch: int = 0) -> Plan | Refusal:
-        request = replace(PlanRequest.of(config), more_scratch=more_scratch)
+        request = replace(self._asked(config), more_scratch=more_scratch)
         asked = self._model, self.machine, self.history
         found = plan(self._counted(request, whether_all_fits=True), *asked)
         if self.gpu or (isinstance(found, Plan) and not found.managed):
@@ -245,7 +256,7 @@ class Planner:
     @cached_property
     def _uses(self) -> np.ndarray:
         """The number of uses of each expert per token, [n_layers, n_expert]."""
-        return known_uses(self._config, self._model)[0]
+        return known_uses(self.request.config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
         """Return the plans for a configuration; if it names a policy, only the plan of that policy.
@@ -268,7 +279,7 @@ class Planner:
         names = [tier.name for tier in self._model.tiers]
         if allowed:
             self.losses.needed(names[:1])
-        taken = TakenPlans(config, self._model)
+        taken = TakenPlans(self._asked(config), self._model)
         with self._probe, self.times() as times:
             left = None if allowed is None else dict(zip(names, self._left(allowed), strict=True))
             plain = config if allowed is None else config.with_changes(**{ALLOWED_LOSS: None})
@@ -340,9 +351,9 @@ class Planner:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        config, model = self._config, self._model
+        config, model = self.request.config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)
-        threads, pool = config.n_threads, spare_bytes(config, model)
+        threads, pool = config.n_threads, spare_bytes(self.request, model)
         with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 

@@ -15,6 +15,7 @@ from orchestrator.config import Config
 from orchestrator.cost.speeds import AGREE
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
 # Plans whose predicted times differ by less count as equally fast; the least loss decides.
@@ -262,14 +263,14 @@ def _settings_of(
 
 
 class TakenPlans:
-    """The settings of the plan chosen under a configuration for this model on this processor.
+    """The settings of the plan chosen for a request, for this model on this processor.
 
     They are kept in the user cache, so that the same command runs the same plan later. Read and
     write errors are ignored.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._key = digest(processor_name(), config.of_run())
+    def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
+        self._key = digest(processor_name(), request.of_run())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:

@@ -37,8 +37,7 @@ from orchestrator.events import SKIP, Phase
 from orchestrator.plan.footprint import process_bytes
 from orchestrator.plan.layouts import wants_own_layout
 from orchestrator.plan.machine import probe
-from orchestrator.plan.planning import Plan
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import Plan, PlanRequest
 
 # The share of the next layer's experts that look-ahead predicts (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -329,11 +328,11 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     return cached(placement.shape, slots, uses, placement.fractions(uses), foreseen)
 
 
-def spare_bytes(config: Config, model: ExpertModel) -> int:
+def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
     """Return the memory that measurements may use temporarily before a model is loaded: most of the
     cap, after the process."""
     free = probe().memory_bytes
-    left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
+    left = min(request.config.ram or free, free) - process_bytes(model, request)
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 

@@ -12,7 +12,7 @@ from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Process memory apart from weights, KV cache and batches: the interpreter, numpy, libraries, thread
@@ -54,7 +54,7 @@ def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
     stored twice: in the scratch, and in the output buffer."""
     if request.config.logits_all:
         return n_ubatch
-    return max(1, min(n_ubatch, request.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
+    return max(1, min(n_ubatch, request.needs.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
 
 
 def vocabulary_size(model: ExpertModel) -> int:
@@ -86,7 +86,7 @@ def compute_bytes(
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
     n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.sequences)
+    n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.needs.sequences)
     beside = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
@@ -103,7 +103,7 @@ def compute_bytes(
         return graph_bytes + beside
     # Attention weights of the queries that determine importance, for as many prompts as a step may
     # have; and the queries, keys and residual stream of a batch, which live longer for it.
-    window = min(n_tokens, config.importance_window * (1 + request.sequences))
+    window = min(n_tokens, config.importance_window * (1 + request.needs.sequences))
     queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
     lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
     return graph_bytes + beside + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
@@ -157,8 +157,8 @@ def kernel_bytes(
 
 def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
     """Return the process memory, without weights, KV cache and scratch."""
-    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.beside
-    return own + (VOCAB_TOKEN_BYTES + request.beside_token) * vocabulary_size(model)
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.needs.beside
+    return own + (VOCAB_TOKEN_BYTES + request.needs.beside_token) * vocabulary_size(model)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:

@@ -11,7 +11,7 @@ from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.native import Library, ProductTime, Slices, StoreSpec
 from orchestrator.plan.machine import AUTO
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 
 # Returns the time of a product of experts from their type and shape.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]

@@ -20,10 +20,7 @@ from orchestrator.native import DeviceInfo, Misses, find_device, host_memory, me
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.plan.footprint import PROCESS_BYTES, output_tokens
-from orchestrator.plan.request import PlanRequest
-
-_HEADROOM_SHARE = 0.1
-_HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
+from orchestrator.plan.records import Device, Machine, PlanRequest
 
 AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
@@ -32,49 +29,6 @@ _FIRST_GPU = f"{_GPU}0"
 # Batch size and KV cells of a sample graph, and bytes for the graph's tensors.
 _TOKENS, _CELLS = 512, 1024
 _TENSORS_BYTES = 64 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device with its own memory for experts.
-
-    name: such as "cuda0". memory_bytes: free memory when it was probed. flash: it supports flash
-    attention for the model.
-    """
-
-    name: str
-    description: str
-    memory_bytes: int
-    total_bytes: int
-    flash: bool = False
-
-    @property
-    def usable_bytes(self) -> int:
-        """Free memory minus headroom for the display."""
-        return _less_headroom(self.memory_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A probed machine.
-
-    memory_bytes: free memory, or the rest of a cgroup's limit if that is less. Memory that this
-    process uses already counts as free. device: the device that holds the experts; None for host
-    memory.
-    """
-
-    memory_bytes: int
-    device: Device | None = None
-
-    @property
-    def usable_bytes(self) -> int:
-        """Free memory minus headroom for other programs."""
-        return _less_headroom(self.memory_bytes)
-
-
-def _less_headroom(free: int) -> int:
-    low, high = _HEADROOM_BYTES
-    return max(0, free - min(max(int(free * _HEADROOM_SHARE), low), high))
 
 
 def probe(device: Device | None = None) -> Machine:
@@ -318,7 +272,7 @@ class Probe:
                 threads=1,
                 outputs=output_tokens(request, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
-                sequences=request.sequences,
+                sequences=request.needs.sequences,
                 kv=config.kv,
             )
         except NativeError:

@@ -15,9 +15,8 @@ from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Refusal, plan
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan
+from orchestrator.plan.records import Machine, PlanRequest, Refusal
 from orchestrator.policy import BASELINE
 
 # Types that are quick to quantize and need no importance matrix.
@@ -53,7 +52,7 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     Raises BudgetError if the memory is too small for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
-    found = plan(PlanRequest.of(config), model, Machine(1 << 62))
+    found = plan(PlanRequest(config), model, Machine(1 << 62))
     if isinstance(found, Refusal):
         raise BudgetError(
             f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "

@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, Share, divide
+from orchestrator.allocation.prompts import Prompts, gate_order
+from orchestrator.allocation.slots import (
+    COSINE,
+    FLAT,
+    SCHEDULES,
+    ModelShape,
+    Rules,
+    Share,
+    divide,
+    falling,
+    layer_groups,
+)
 from orchestrator.errors import TiersError
 from orchestrator.events import (
     SKIP,

@@ -29,8 +29,8 @@ import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.prompts import Prompts
+from orchestrator.allocation.slots import ModelShape, Rules, even_slots, layer_groups
 from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import (
@@ -445,10 +445,12 @@ class FIRMSettings(LookAhead):
         """The method that finds K and P."""
         return self.tune or (ALL if self.votes is None else OFF)
 
-    @property
-    def default_ahead(self) -> int:
-        """The number of voting layers, or the paper's number if it is tuned."""
-        return self.deepest or depth_of(self.agree, 3)
+    def with_usual(self) -> FIRMSettings:
+        """Return the settings with n_ahead set, if it was None, to the number of voting layers, or
+        to the paper's number if it is tuned."""
+        if self.n_ahead is not None:
+            return self
+        return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
         """Limit the look-ahead to `depth` layers. Raises ConfigError if votes in `asked` need more

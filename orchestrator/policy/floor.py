@@ -11,12 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.prompts import Prompts, gate_order
 from orchestrator.allocation.settings import USUAL_RATE, Background, Shared
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.slots import (
+    COSINE,
+    FLAT,
+    SCHEDULES,
+    ModelShape,
+    Rules,
+    even_slots,
+    falling,
+    layer_groups,
+)
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     ABSENT,

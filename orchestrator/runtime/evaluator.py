@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext, Model
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy import Policy
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded
@@ -87,7 +87,7 @@ class Evaluator:
     """Evaluates tokens that the caller chooses and returns their logits.
 
     `Runtime.evaluator` makes one and says how long it may be used. It has one sequence of its own,
-    which eval and eval_each extend, and `Config.sequences` others, which fork and decode_batch use.
+    which eval and eval_each extend, and `Needs.sequences` others, which fork and decode_batch use.
     inside: what the model is made of. costs: returns what was used since the context was lent, by
     the names of GenerationStats.
     """
@@ -145,11 +145,11 @@ class Evaluator:
         """As eval, but yield the logits of every token: float32 [n, n_vocab] for each step.
 
         Each array is a view that is valid until the next one. The model has to be loaded with
-        `Config.logits_all`, or with `Config.scored` for steps of at most so many tokens; otherwise
+        `Config.logits_all`, or with `Needs.scored` for steps of at most so many tokens; otherwise
         ConfigError is raised.
         """
         at_once = None if self.config.logits_all else self._loaded.context.outputs
-        if at_once is not None and not self.config.scored:
+        if at_once is not None and not self._loaded.runs.request.needs.scored:
             raise ConfigError("the model was loaded without room for every token's logits")
         for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
             yield self._loaded.context.logits(n)
@@ -188,7 +188,7 @@ class Evaluator:
         self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
-        """Evaluate one more token of each of several sequences, 0 to config.sequences - 1, in one
+        """Evaluate one more token of each of several sequences, 0 to Needs.sequences - 1, in one
         step.
 
         Returns a copy of their logits, float32 [len(tokens), n_vocab]. A step that fails leaves the

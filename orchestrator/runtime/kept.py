@@ -19,7 +19,7 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.runtime.driver import NoopDriver
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash

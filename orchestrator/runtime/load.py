@@ -10,13 +10,12 @@ from typing import cast
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.events import Phase
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
 from orchestrator.runtime.driver import Driver, NoopDriver
 from orchestrator.runtime.history import History
@@ -85,12 +84,13 @@ class Loader:
     planner: resolves settings to plans.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        """Raises ConfigError for a device that is not here, NativeError without the library."""
-        self.planner = Planner(config, model)
+    def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
+        """request: as of Planner. Raises ConfigError for a device that is not here, NativeError
+        without the library."""
+        self.planner = Planner(request, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
         self.history = History(self.planner)
-        self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
+        self._specs = StoreSpecs(request.config, model, self.bindings, self.gpu)
         self._model, self.files = model, InUse(model.files, self._compare)
         # Whether the weights were compared with their checksums, for managed plans and others.
         self._sound: set[bool] = set()
@@ -141,7 +141,7 @@ class Loader:
             loaded.close()
             more += beyond + SPARE_BYTES
             plan = self.planner.plan(same_parts, more)
-            runs = Runs(runs.config, plan, self.planner.loses(plan))
+            runs = Runs(runs.request, plan, self.planner.loses(plan))
         return loaded
 
     @cached_property
@@ -193,12 +193,12 @@ class Loader:
                 )
                 parts.append(model)
             driver.prepare(first or (), _share_of("Reading experts", progress))
-            context = context_of(config, plan, model, self.bindings, self.gpu)
+            context = context_of(runs.request, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
-            sequences = Sequences(context, config.sequences)
+            sequences = Sequences(context, runs.request.needs.sequences)
             # Without --ctx, the model's own longest context cannot be raised either.
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)

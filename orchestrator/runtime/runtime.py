@@ -37,6 +37,7 @@ from orchestrator.native import (
 )
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.plan.footprint import part_bytes
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
@@ -100,14 +101,14 @@ class Runtime(Closing):
 
     def __init__(
         self,
-        config: Config,
+        request: PlanRequest,
         model: ExpertModel,
         progress: Progress | None,
         answering: Answering | None,
         compared: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._answering, self._say = answering, say
+        self._answering, self._say, self._needs = answering, say, request.needs
         self._compared = compared
         # Who may compute: answers, or one evaluator.
         self._turns = threading.Condition()
@@ -116,13 +117,13 @@ class Runtime(Closing):
         self._is_lent, self._is_ending = False, False
         self._said = ""
         self._switch_s = sys.getswitchinterval()
-        self.config = config
-        self._open(config, model, progress, compared)
+        self.config = request.config
+        self._open(request.config, model, progress, compared)
 
     @classmethod
     def open(
         cls,
-        config: Config,
+        config: Config | PlanRequest,
         progress: Progress | None = None,
         answering: Answering | None = None,
         compared: bool = False,
@@ -130,13 +131,15 @@ class Runtime(Closing):
     ) -> Runtime:
         """Read a file's layout, plan the memory and load the dense weights.
 
+        config: the settings, or a request with the needs of a program that only evaluates.
         progress: gets the name of each part of the work, and the share of it that is done.
         answering: how to answer; without it only the evaluator works. compared: as
         Planner.compared. say: gets sentences for the user, from any thread. Raises MoeEdgeError.
         """
-        model = ExpertModel.open(config.model, config.low)
+        request = config if isinstance(config, PlanRequest) else PlanRequest(config)
+        model = ExpertModel.open(request.config.model, request.config.low)
         try:
-            return cls(config, model, progress, answering, compared, say)
+            return cls(request, model, progress, answering, compared, say)
         except BaseException:
             model.close()
             raise
@@ -148,23 +151,24 @@ class Runtime(Closing):
         self._model = model
         if progress is not None:
             progress("Measuring this machine", None)
-        wanted = self._with_answers(config)
-        self._loader = Loader(wanted, model)
-        planner = self._loader.planner
+        request = self._request(config)
+        self._loader = Loader(request, model)
+        planner, wanted = self._loader.planner, request.config
         _ = planner.slow_disk  # before the model takes the memory
         self._load(config, planner.compared(wanted) if compared else planner.runs(wanted), progress)
 
-    def _with_answers(self, config: Config) -> Config:
-        """Return a config with the needs of the answers."""
-        return config if self._answering is None else self._answering.config(config)
+    def _request(self, config: Config) -> PlanRequest:
+        """Return the request for a plan with these settings."""
+        if self._answering is None:
+            return PlanRequest(config, self._needs)
+        return self._answering.request(config)
 
     def _load(self, given: Config, runs: Runs, progress: Progress | None) -> None:
         """Load a resolved plan, and start to answer if answers are wanted."""
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
-        # The given settings and the chosen policy, without the memory that answers need.
-        changed = ("ctx", "sequences", "scored", "beside", "beside_token", "conversations")
-        self.config = runs.config.with_changes(**{name: getattr(given, name) for name in changed})
+        # The chosen settings, with the context of one answer.
+        self.config = runs.config.with_changes(ctx=given.ctx)
         self._native: NativeServer | None = None
         self._kept: KeptConversations | None = None
         try:
@@ -277,7 +281,7 @@ class Runtime(Closing):
     @property
     def mode(self) -> str:
         """The status line: which path or policy runs, and how."""
-        return mode_line(self._loaded.runs.config, self._loader, self._loaded)
+        return mode_line(self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:
@@ -501,7 +505,7 @@ class Runtime(Closing):
         is_same = config.model == before.model and config.low == before.low
         # Refuse settings that cannot work before anything is freed. Another policy ignores settings
         # that only the policy before it has.
-        runs = planner.compared(self._with_answers(config)) if is_same else None
+        runs = planner.compared(self._request(config).config) if is_same else None
         with self._turns:
             self._turns.wait_for(lambda: not (self._running or self._is_lent))
             self._is_lent = True

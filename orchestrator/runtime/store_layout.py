@@ -15,7 +15,7 @@ from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.layouts import with_layouts, with_product_times
 from orchestrator.plan.machine import Accelerator, serve_misses
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy.base import Placement
 from orchestrator.runtime.damage import Checksums, with_checksums
 

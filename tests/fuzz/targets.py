@@ -39,8 +39,8 @@ from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.lab.replay.file import read_trace
 from orchestrator.lab.replay.trace import FORMAT
-from orchestrator.plan.machine import Machine
 from orchestrator.plan.planning import plan_memory, scratch_bytes
+from orchestrator.plan.records import Machine, PlanRequest
 
 ACCEPTED = "accepted"
 
@@ -101,7 +101,7 @@ def plan(bench, random):
                 del options["expert_ram"]
             config = Config.build(model=path, **options)
             scratch_bytes(model, config)
-            made = plan_memory(config, model, Machine(1 << 34))
+            made = plan_memory(PlanRequest(config), model, Machine(1 << 34))
             assert made.total_bytes >= 0
     except MoeEdgeError as error:
         assert str(error)

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import capped
 import numpy as np
+from asking import request_of
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
 from orchestrator.runtime.runtime import Runtime
@@ -70,7 +70,7 @@ class Read:
 
 def settings_of(model, n_ctx, **more):
     usual = {"ctx": n_ctx, "sequences": SEQUENCES, "threads": 1, "exact": True}
-    return Config.build(model=model, **usual, **more)
+    return request_of(model=model, **usual, **more)
 
 
 def tight(model, policy):

@@ -36,9 +36,8 @@ from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.config import Config
 from orchestrator.cost.losses import started
 from orchestrator.errors import MoeEdgeError
-from orchestrator.plan.machine import Device, Machine
-from orchestrator.plan.planning import Plan, Refusal, plan, sizes_to_count
-from orchestrator.plan.request import Counted, PlanRequest
+from orchestrator.plan.planning import plan, sizes_to_count
+from orchestrator.plan.records import Counted, Device, Machine, Needs, Plan, PlanRequest, Refusal
 from orchestrator.policy.base import UNKNOWN, History
 
 SAMPLE = Path(__file__).parents[1] / "unit/orchestrator/recorded_plans.jsonl"
@@ -216,10 +215,10 @@ def planned(row: dict[str, Any]) -> Plan | Refusal:
             card = replace(card, memory_bytes=limit_bytes + 256 * MIB) if card else None
         else:
             settings["ram"] = limit_bytes
-    config = Config.build(model=of.path, **settings, **FRONT_ENDS[row["front"]])
+    config = Config.build(model=of.path, **settings)
     history = history_of(row["model"]) if row["history"] else UNKNOWN
     more = row["more"] if gpu else 0
-    request = replace(PlanRequest.of(config), more_scratch=more)
+    request = PlanRequest(config, Needs(**FRONT_ENDS[row["front"]]), more)
     if row["counted"] and not gpu:
         sizes = sizes_to_count(request, of)[1]
         request = replace(request, counted=Counted.of(sizes, partial(_count, of, config.kv)))

@@ -95,8 +95,8 @@ def ram_for(model, share):
 
     config = Config.build(model=model, policy="lru", force_managed=True, ctx=512)
     with ExpertModel.open(model) as opened:
-        config = answering(config, ServeSettings(), Words.of(opened), "").config(config)
-        whole = plan_memory(config, opened, machine_of(config)).total_bytes
+        request = answering(config, ServeSettings(), Words.of(opened), "").request(config)
+        whole = plan_memory(request, opened, machine_of(config)).total_bytes
         return whole - int((1 - share) * opened.tier_bytes[0])
 
 

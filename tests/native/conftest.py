@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import needs_in
 
 from gguf_tools import synthetic
 from gguf_tools.built import instruction_set
@@ -18,6 +19,7 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.runtime import Runtime
 from patches import portable, tree
 from patches.upstream import (
@@ -167,7 +169,8 @@ def build(model, share=0, **options):
 
 
 def opened(model, share=0, **options):
-    return Runtime.open(build(model, share, **options))
+    needs = needs_in(options)
+    return Runtime.open(PlanRequest(build(model, share, **options), needs))
 
 
 def save_losses(path, model, lost, power=1.0, gates=None, fit=None, **ranges):

@@ -27,8 +27,8 @@ def how(made, parallel=1, template=None):
     return answering(made, settings, Words("gpt2", ""), "")
 
 
-def server_config(made, parallel=1):
-    return how(made, parallel).config(made)
+def server_request(made, parallel=1):
+    return how(made, parallel).request(made)
 
 
 @contextmanager

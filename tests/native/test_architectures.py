@@ -24,7 +24,7 @@ from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.native import host_memory, touched_memory
-from orchestrator.plan.shared import CELL_STEP
+from orchestrator.plan.records import CELL_STEP
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime

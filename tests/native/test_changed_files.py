@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 from answering import answered, submitted
+from asking import request_of
 
 from gguf_tools.errors import ChangedError
-from orchestrator.config import Config
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
 
@@ -56,7 +56,7 @@ def path(request, library, tiny_model, tmp_path):
 
 def opened(path, how, progress=None, answering=None):
     settings = {"ctx": 256, "threads": 1, "sequences": 1, **RUNS[how]}
-    return Runtime.open(Config.build(model=path, **settings), progress, answering)
+    return Runtime.open(request_of(model=path, **settings), progress, answering)
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.plan.records import Needs, PlanRequest
 from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, save_losses, until
@@ -176,7 +177,8 @@ def test_a_replay_knows_sequences_and_restored_tokens(five, tmp_path, placement)
         use = e.inside.policy.use
         return [*use.sums, use.past]
 
-    run = recorded(context(five, sequences=2, placement=placement), tmp_path, talk)
+    request = PlanRequest(context(five, placement=placement), Needs(sequences=2))
+    run = recorded(request, tmp_path, talk)
     trace = run.trace
     assert run.stats.experts_promoted + run.stats.experts_demoted > 0
     assert set(trace.arrays["sequences"].tolist()) == {0, 1, 2}

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import needs_in
 
 from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import dynaexq
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
@@ -23,7 +25,8 @@ AMPLE = 64 << 20
 
 def opened(model, answering=None, **options):
     usual = {"policy": "dynaexq", "expert_ram": AMPLE, "ubatch": 32, "use_extra_bufts": False}
-    return Runtime.open(build(model, **(usual | options)), answering=answering)
+    needs = needs_in(options)
+    return Runtime.open(PlanRequest(build(model, **(usual | options)), needs), answering=answering)
 
 
 def logits(e):

@@ -8,11 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 from answering import answered
+from asking import needs_in
 
 from gguf_tools import interrupts
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
 from orchestrator.lab.replay.record import Recorder
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
 
@@ -28,8 +30,9 @@ def policy(request):
 
 
 def opened(model, policy, answering=None, **settings):
+    needs = needs_in(settings)
     config = conftest.build(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
-    return Runtime.open(config, answering=answering)
+    return Runtime.open(PlanRequest(config, needs), answering=answering)
 
 
 def begin_idle(e, used=None):

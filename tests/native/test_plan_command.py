@@ -18,7 +18,7 @@ from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 

@@ -30,7 +30,7 @@ from .servers import (
     broken,
     config,
     posted,
-    server_config,
+    server_request,
     serving,
     whole,
 )
@@ -44,7 +44,7 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
 def test_lossless_policies_give_the_evaluators_probabilities(settings):
     settings = settings | {"use_extra_bufts": False}
-    made = server_config(config(**settings))
+    made = server_request(config(**settings))
     with Runtime.open(made) as runtime, runtime.evaluator() as evaluator:
         logits = evaluator.eval(evaluator.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
@@ -211,7 +211,7 @@ def test_starting_the_core_does_not_affect_the_policy(monkeypatch, settings):
 
     monkeypatch.setattr(Driver, "on_route", watched)
     monkeypatch.setattr(Driver, "idle", lambda *_: None)  # idle reads load experts too
-    with Runtime.open(server_config(config(**settings))) as runtime:
+    with Runtime.open(server_request(config(**settings))) as runtime:
         at_first = (runtime.inside.store.resident() < ABSENT).sum(axis=1)
     with serving(**settings) as runtime:
         inside, stats = runtime.inside, runtime.inside.store.stats()

@@ -5,6 +5,7 @@ The evaluator computes them on its context.
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.plan.footprint import SCORING_BYTES, output_tokens
-from orchestrator.plan.request import PlanRequest
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import Body
@@ -23,7 +23,7 @@ from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State, Stopped
 from orchestrator.serve.wire import Refusal
 
-from .servers import MIB, answered, broken, config, server_config, serving
+from .servers import MIB, answered, broken, config, server_request, serving
 
 SETTINGS = {"ctx": 256, "ram": 150 * MIB, "policy": "lru", "high_tier": "q4_k", "exact": True}
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
@@ -158,21 +158,25 @@ def test_a_stop_ends_the_running_part(deciding, monkeypatch):
     [(6144, 512, SCORED_TOKENS), (6144, 8, 8), (151_936, 512, 13), (10**8, 512, 1)],
 )
 def test_the_plan_reserves_the_logits_of_a_part(n_vocab, n_ubatch, expected):
-    scoring = server_config(config(**SETTINGS))
-    found = output_tokens(PlanRequest.of(scoring), n_vocab, n_ubatch)
+    scoring = server_request(config(**SETTINGS))
+    found = output_tokens(scoring, n_vocab, n_ubatch)
     assert found == expected
     assert found == 1 or 2 * 4 * found * n_vocab <= SCORING_BYTES
-    assert output_tokens(PlanRequest.of(scoring.with_changes(scored=0)), n_vocab, n_ubatch) == 1
+    assert output_tokens(unscored(scoring), n_vocab, n_ubatch) == 1
 
 
-def planned(config):
-    with Runtime.open(config) as runtime:
+def unscored(request):
+    return replace(request, needs=replace(request.needs, scored=0))
+
+
+def planned(request):
+    with Runtime.open(request) as runtime:
         return runtime.plan
 
 
 def test_scoring_takes_its_logits_from_the_expert_budget():
     """The expert budget shrinks by whole slots."""
-    scoring = server_config(config(**SETTINGS))
-    with_them, without = planned(scoring), planned(scoring.with_changes(scored=0))
+    scoring = server_request(config(**SETTINGS))
+    with_them, without = planned(scoring), planned(unscored(scoring))
     assert with_them.scratch_bytes - without.scratch_bytes >= 4 * (SCORED_TOKENS - 1) * 6144
     assert with_them.budget_bytes < without.budget_bytes

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from answering import answered, submitted
+from asking import request_of
 from mixing import SHAPE
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import Store, touched_memory
 from orchestrator.native.llama import LlamaContext
@@ -32,7 +32,7 @@ def path(library, tmp_path_factory):
 
 def opened(path, answering=None, **settings):
     usual = {"policy": "lru", "threads": 1, "ubatch": 512, "use_extra_bufts": False}
-    return Runtime.open(Config.build(model=path, **{**usual, **settings}), answering=answering)
+    return Runtime.open(request_of(model=path, **{**usual, **settings}), answering=answering)
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import request_of
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.runtime import llama_parts
 from orchestrator.runtime.runtime import Runtime
@@ -36,7 +36,7 @@ def path(library, tmp_path_factory):
 def opened(path, **settings):
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "threads": 1, "ctx": N_CTX, "ubatch": 512}
     with (
-        Runtime.open(Config.build(model=path, **{**usual, **settings})) as runtime,
+        Runtime.open(request_of(model=path, **{**usual, **settings})) as runtime,
         runtime.evaluator() as e,
     ):
         assert e.n_ctx == N_CTX
@@ -173,8 +173,8 @@ def test_cells_of_a_fork_stay(library, tiny_model):
     usual = {"policy": "plain", "threads": 1, "ctx": 2048, "sequences": 1}
     rows = []
     for drop in (False, True):
-        config = Config.build(model=tiny_model("qwen3moe", "q8_0"), **usual)
-        with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        request = request_of(model=tiny_model("qwen3moe", "q8_0"), **usual)
+        with Runtime.open(request) as runtime, runtime.evaluator() as e:
             e.eval(prompt, 0)
             e.fork(0)
             if drop:

@@ -107,12 +107,14 @@ class TextReader(Closing):
             for size, self.scored in tried:
                 self.steps = list(_steps(windows, size))
                 outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
-                more["sequences"] = max(map(len, self.steps))
+                sequences = max(map(len, self.steps))
                 own = window_of(size) + 8 * n_vocab * outputs
                 own += max(0, private_bytes() - _OWN_BYTES)
                 budget = None if ram is None else CalibrationBudget(ram, own)
                 try:
-                    loaded, self._driver = load_within(stack, path, size, threads, budget, **more)
+                    loaded, self._driver = load_within(
+                        stack, path, size, threads, budget, sequences, **more
+                    )
                     break
                 except BudgetError:
                     if self.scored is not scored:
@@ -127,7 +129,7 @@ class TextReader(Closing):
                 self._is_wanted,
                 self._on_node,
                 store=self._driver.store,
-                sequences=more["sequences"],
+                sequences=sequences,
                 outputs=outputs,
             )
             self._observer.owned = stack.pop_all()

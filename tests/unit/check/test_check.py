@@ -1,6 +1,7 @@
 """`moe-edge check`: a good model passes, and each kind of problem is reported."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import gguf
@@ -16,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
-from orchestrator.plan.machine import Machine
+from orchestrator.plan.records import Machine
 from orchestrator.runtime.runtime import Runtime
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
@@ -123,6 +124,11 @@ def test_a_later_layer_is_named(tiny_model, tmp_path):
     damaged.write_bytes(data)
     assert compare_layers(model, damaged, tmp_path) == 2
     assert compare_layers(model, model, tmp_path) is None
+
+
+def as_run(config):
+    """What a check's process asks for to run these settings."""
+    return budgets.CheckJob(budgets.settings_of(config), os.devnull, None, 0).request()
 
 
 def compare_layers(one, other, folder):
@@ -251,11 +257,12 @@ def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
     """--max-loss chooses the plan once, with the whole limit, before the check's own memory is
     subtracted. With another limit another plan might be chosen and stored."""
     own, ram = 40 << 20, 200 << 20
-    asked = {"ram": ram, "max_loss": 0.1, "remember": True, "conversations": True}
+    asked = {"ram": ram, "max_loss": 0.1, "remember": True}
 
     class Chooses:
-        def __init__(self, config, _model):
-            assert config == Config.build(**asked, beside=own)
+        def __init__(self, request, _model):
+            assert request.needs.conversations
+            assert request.config == Config.build(**{**asked, "ram": ram - own})
 
         def runs(self, config):
             assert config == Config.build(**asked)
@@ -280,19 +287,13 @@ def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
     *compared, last = jobs
     assert not any(each.chosen for each in compared)
     # llama.cpp's own path is loaded as for chat, and tests the chat template
-    assert all(each.settings["conversations"] == each.answers for each in compared)
+    assert all(each.conversations == each.answers for each in compared)
     loaded_as_a_chat = [each.settings["policy"] for each in jobs if each.answers]
     assert loaded_as_a_chat == ["plain", "lru"]
-    last_settings = {
-        name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")
-    }
-    assert last_settings == {
-        "policy": "lru",
-        "high_tier": "q2_k",
-        "ram": ram - own,
-        "conversations": True,
-    }
-    assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
+    last_settings = {name: last.settings[name] for name in ("policy", "high_tier", "ram")}
+    assert last_settings == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own}
+    assert last.chosen and last.conversations
+    assert not last.settings["remember"] and "max_loss" not in last.settings
 
 
 def test_a_model_above_the_limit_is_mapped(model):
@@ -354,7 +355,8 @@ def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_mod
     found = budgets.budgets_of(config, packed, tier)
     assert [name for name, _ in found] == ["minimum", "half way", largest]
     for name, run in found:
-        with Runtime.open(run) as runtime, runtime.evaluator() as e:
+        with Runtime.open(as_run(run)) as runtime, runtime.evaluator() as e:
             assert (e.plan.absent_bytes == 0) == (name == "everything")
-    with pytest.raises(BudgetError), Runtime.open(least.with_changes(ram=least.ram - 1)):
+    less = least.with_changes(ram=least.ram - 1)
+    with pytest.raises(BudgetError), Runtime.open(as_run(less)):
         pass

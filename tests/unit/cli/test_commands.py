@@ -15,7 +15,7 @@ from orchestrator.cli import options as module
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
-from orchestrator.runtime.answering import Answering
+from orchestrator.plan.records import PlanRequest
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
 def test_plan_and_check_use_the_configuration_of_chat(monkeypatch):
     asked = []
 
-    def takes(config, *_args, **_options):
-        asked.append(config)
+    def takes(given, *_args, **_options):
+        asked.append(given.config if isinstance(given, PlanRequest) else given)
         raise MoeEdgeError("seen")
 
     for name in ("cli.chat.open_runtime", "cli.machine.examine", "lab.check.examine"):
@@ -147,7 +147,7 @@ def test_options_reach_the_config(opened):
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
         config = module.Config.build(model=Path("a.gguf"), remember=True, **values)
-        assert opened[-1].config == Answering().config(config)
+        assert opened[-1].config == config
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 

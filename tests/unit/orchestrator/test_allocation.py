@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from shapes import UP, make_shape, placed
 from tables import cases
 
-from orchestrator.allocation.critical import falling
 from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
@@ -24,7 +23,7 @@ from orchestrator.allocation.look_ahead import (
 )
 from orchestrator.allocation.placement import prefix_split
 from orchestrator.allocation.pools import Tracker
-from orchestrator.allocation.slots import Share, divide
+from orchestrator.allocation.slots import Share, divide, falling
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve

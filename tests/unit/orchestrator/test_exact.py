@@ -14,10 +14,10 @@ from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.plan.choice import check_unused
 from orchestrator.plan.layouts import wants_own_layout
-from orchestrator.plan.machine import Machine
+from orchestrator.plan.options import check_unused
 from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.records import Machine, PlanRequest
 from orchestrator.plan.tiers_for import tiers_for
 
 
@@ -25,7 +25,7 @@ def planned(model, **settings):
     config = Config.build(model=model, ctx=256, exact=True, **settings)
     check_unused(config)
     with ExpertModel.open(model) as opened:
-        return config, plan_memory(config, opened, Machine(8 << 30))
+        return config, plan_memory(PlanRequest(config), opened, Machine(8 << 30))
 
 
 def test_weights_stay_as_they_are_in_the_file(model):
@@ -73,9 +73,8 @@ def paths(tmp_path_factory):
 def ram_for(path, bits):
     """The --ram with which the expert slots get this number of bits per weight."""
     with ExpertModel.open(path) as model:
-        least = plan_memory(
-            Config.build(model=path, policy="lru", ram=1 << 34), model, Machine(1 << 40)
-        )
+        config = Config.build(model=path, policy="lru", ram=1 << 34)
+        least = plan_memory(PlanRequest(config), model, Machine(1 << 40))
         fixed = least.dense_bytes + least.kv_bytes + least.scratch_bytes
         return fixed + int(bits * model.tier_bytes[0] / model.tiers[0].bpw)
 

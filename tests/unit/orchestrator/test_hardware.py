@@ -4,7 +4,8 @@ import psutil
 import pytest
 
 from orchestrator.plan import machine
-from orchestrator.plan.machine import Machine, probe
+from orchestrator.plan.machine import probe
+from orchestrator.plan.records import Machine
 
 
 def test_a_part_of_memory_is_left_as_headroom():

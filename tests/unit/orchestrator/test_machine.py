@@ -1,9 +1,10 @@
 """`moe-edge plan`: what it measures on this machine, and what it reports about a GPU."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
+from asking import request_of
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.machine import examine, misses_line, render
@@ -15,7 +16,7 @@ from orchestrator.plan import machine
 from orchestrator.plan.footprint import model_shape
 from orchestrator.plan.planning import plan as plan_of
 from orchestrator.plan.planning import planned as needed
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import Device, Machine, PlanRequest
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 def test_a_machine_without_a_gpu(model):
     said: list[str] = []
-    health, plans = examine(Config.build(model=model, device="cpu", threads=1), said.append)
+    health, plans = examine(request_of(model=model, device="cpu", threads=1), said.append)
     parts = ("the disk", "the memory", "this machine")
     assert said == [f"Measuring {part}" for part in parts]
     assert health["gpu"] is None and health["copies"] is None
@@ -37,15 +38,15 @@ def test_a_machine_without_a_gpu(model):
 
 
 def test_a_refusal_is_reported_instead_of_a_plan(model):
-    health, _ = examine(Config.build(model=model, device="cpu", ram=1 << 50))
+    health, _ = examine(request_of(model=model, device="cpu", ram=1 << 50))
     assert any("is more than" in each for each in health["notes"])
-    health, plans = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
+    health, plans = examine(request_of(model=model, device="cpu", ram=1 * MIB))
     assert health["plan"] is None and plans is None
     assert "smallest --ram that works" in health["plan_note"]
 
 
 def test_copies_to_a_device_are_timed(model):
-    health, _ = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
+    health, _ = examine(request_of(model=model, device="host", threads=1, force_managed=True))
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)
@@ -69,9 +70,9 @@ def planned(model):
     with ExpertModel.open(model) as opened:
 
         def plan(card=1 << 30, more=0, **settings):
-            there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
+            there = Machine(8 << 30, Device("cuda0", "a card", card, card))
             config = Config.build(model=model, **settings)
-            request = replace(PlanRequest.of(config), more_scratch=more)
+            request = PlanRequest(config, more_scratch=more)
             return needed(plan_of(request, opened, there))
 
         yield plan
@@ -123,4 +124,4 @@ def test_ram_beyond_the_machines_memory_causes_a_warning():
     """There is a warning if --ram is more than the machine's memory. The plan then uses the
     machine's memory."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
-        assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned
+        assert bool(machine.more_than_there(ram, Machine(22 << 30))) == warned

@@ -8,6 +8,7 @@ from tables import cases
 
 from orchestrator.config import Config
 from orchestrator.cost.planner import Runs
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
@@ -38,7 +39,7 @@ class Gpu:
 
 
 def planned(plan):
-    return Runs(Config.build(model="m.gguf"), plan, None)
+    return Runs(PlanRequest(Config.build(model="m.gguf")), plan, None)
 
 
 def load(gpu, monkeypatch):

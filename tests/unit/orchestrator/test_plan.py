@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import request_of
 from gguf_split import split
 from tables import cases
 
@@ -16,10 +17,10 @@ from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.plan import planning as planning
-from orchestrator.plan.choice import check_unused, without_effect
 from orchestrator.plan.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.options import check_unused, notes_of, without_effect
 from orchestrator.plan.planning import plan_memory, scratch_bytes
+from orchestrator.plan.records import Device, Machine
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -53,7 +54,7 @@ def models(tmp_path_factory):
 
 
 def plan_for(model, machine=ROOMY, **settings):
-    return plan_memory(Config.build(model=model.path, **settings), model, machine)
+    return plan_memory(request_of(model=model.path, **settings), model, machine)
 
 
 def tight(model, slots, **settings):
@@ -150,7 +151,7 @@ def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
 
     def notes(path, low=None, **settings):
         with ExpertModel.open(path, low) as model:
-            return planning.notes_of(Config.build(model=path, low=low, **settings), model)
+            return notes_of(Config.build(model=path, low=low, **settings), model)
 
     high, low = models["high"].path, models["low"].path
     assert notes(high, ctx=2048) == []

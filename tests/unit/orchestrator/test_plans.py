@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from asking import request_of
 from tables import cases
 
 from gguf_tools import synthetic
@@ -28,9 +29,8 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Plan, plan, plan_memory
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan, plan_memory
+from orchestrator.plan.records import Machine, Needs, Plan, PlanRequest
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
@@ -76,8 +76,8 @@ class Played(Planner):
     """A planner for a machine with 64 GiB, with the times of Takes and without the history of
     earlier runs."""
 
-    def __init__(self, model, estimate):
-        self._config, self._model = Config.build(model=model.path), model
+    def __init__(self, model, estimate, needs=Needs()):  # noqa: B008
+        self.request, self._model = PlanRequest(Config.build(model=model.path), needs), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
         self._uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
@@ -99,7 +99,7 @@ class Played(Planner):
             raise ConfigError(self.losses.of_file[1])
 
     def _try(self, config, more_scratch=0):
-        return plan(PlanRequest.of(config), self._model, self.machine)
+        return plan(self._asked(config), self._model, self.machine)
 
     def times(self, measures=True):
         return nullcontext(self._times)
@@ -114,7 +114,7 @@ def ask(model, share, **settings):
     slots = int(
         share
         * plan_memory(
-            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
+            request_of(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
             model,
             Machine(1 << 36),
         ).slots.total_bytes
@@ -128,7 +128,7 @@ def test_speeds_are_shown_for_several_context_lengths(model):
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
-        runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
+        runs = Runs(played.request, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
@@ -148,7 +148,7 @@ def found(model):
 def test_all_policies_and_uniform_types_are_candidates(model, found):
     """Without an allowed loss the default plan is used, even if others are faster. All policies and
     uniform types are candidates."""
-    usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
+    usual = plan_memory(PlanRequest(ask(model, 0.6)), model, Machine(1 << 36))
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
@@ -201,7 +201,7 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     assert f"within {allowed:g} nats of q8_0" in found.why
     runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
     assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
-    plan = plan_memory(runs, model, Machine(1 << 36))
+    plan = plan_memory(PlanRequest(runs), model, Machine(1 << 36))
     name = plan.placement.name if plan.placement else "plain"
     assert name == found.taken.policy
     assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
@@ -223,7 +223,7 @@ def test_a_loss_without_a_table_is_refused(model):
     config = ask(model, 0.4, max_loss=0.1)
     with pytest.raises(ConfigError, match="calibrate first"):
         frontier(config, model, None)
-    assert TakenPlans(config, model).recall() is None
+    assert TakenPlans(PlanRequest(config), model).recall() is None
     found = frontier(ask(model, 0.4, max_loss=0.0), model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
@@ -293,6 +293,10 @@ class Skipping(Takes):
         return super().token_s(cells) * (0.5 if spends else 1.0)
 
 
+# No option of a command that holds no conversation.
+COMMAND = dict[str, object]()
+
+
 @cases(
     "settings, fitted, measured, says",
     ({}, True, True, "--max-loss 0.01 would be about 2.0x as fast"),
@@ -301,7 +305,7 @@ class Skipping(Takes):
     ({"policy": "lru"}, True, True, None),
     ({"policy": "floor", "max_loss": 0.01}, True, True, None),
     ({"low_tier": "q2_k"}, True, True, None),
-    ({"conversations": False}, True, True, None),
+    (COMMAND, True, True, None),
 )
 def test_a_lossless_chat_notes_the_gain_of_max_loss(
     settings, fitted, measured, says, model, monkeypatch
@@ -317,10 +321,10 @@ def test_a_lossless_chat_notes_the_gain_of_max_loss(
             raise OSError
         return nullcontext(times)
 
-    played = Played(model, Nats())
+    played = Played(model, Nats(), Needs(conversations=settings is not COMMAND))
     played.times = taken
     played.losses.estimate = lambda _: Nats() if fitted else None
-    played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
+    played.compared(ask(model, 0.5, **settings))
     assert played.brings is None if says is None else says in str(played.brings)
 
 
@@ -340,8 +344,8 @@ def test_plans_as_text_and_as_a_picture(found, tmp_path):
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-def config_of(model, **settings):
-    return Config.build(model=model.path, **settings)
+def taken_plans(model, **asked):
+    return TakenPlans(request_of(model=model.path, **asked), model)
 
 
 @cases(
@@ -362,14 +366,14 @@ def config_of(model, **settings):
 )
 def test_a_stored_plan_belongs_to_the_settings_that_affect_it(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
-    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
-    found = TakenPlans(config_of(model, **asked), model).recall()
+    taken_plans(model, max_loss=0.01).keep(settings)
+    found = taken_plans(model, **asked).recall()
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
     assert found == (kept if same else None)
 
 
 def test_a_damaged_stored_plan_is_ignored(model, user_folder):
-    taken = TakenPlans(config_of(model), model)
+    taken = taken_plans(model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
     for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
@@ -402,7 +406,7 @@ def test_the_marked_plan_is_the_one_that_runs(dymoe_ms, lru_ms, may_switch, take
     "dymoe_takes, asked, policy",
     (1.04, {}, "dymoe"),
     (1.06, {}, "lru"),
-    (1.06, {"conversations": False}, "dymoe"),
+    (1.06, COMMAND, "dymoe"),
     (1.06, {"seed": 7}, "dymoe"),
     (1.06, {"policy": "dymoe"}, "dymoe"),
     (1.06, {"n_ahead": 2}, "dymoe"),
@@ -413,9 +417,9 @@ def test_a_chat_runs_the_plan_that_plan_marks(model, dymoe_takes, asked, policy)
             name = self.plan.placement.name if self.plan.placement else "plain"
             return super().token_s() * (dymoe_takes if name != "lru" else 1.0)
 
-    played = Played(model, Nats())
+    played = Played(model, Nats(), Needs(conversations=asked is not COMMAND))
     played._times.of_plan = lambda plan, *_: TakesLonger(plan)
     played.losses.spent = lambda names: None
-    config = ask(model, 0.5, **{"conversations": True, **asked})
+    config = ask(model, 0.5, **asked)
     assert played.compared(config).plan.placement.name == policy
     assert played.frontier(config).taken.policy == policy

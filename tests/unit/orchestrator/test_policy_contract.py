@@ -15,9 +15,8 @@ import orchestrator
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Refusal, plan, planned
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan, planned
+from orchestrator.plan.records import Machine, PlanRequest, Refusal
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
 from orchestrator.runtime.load import Loader
@@ -103,7 +102,7 @@ def test_planning_creates_no_policy(monkeypatch):
     for row in rows(60):
         for name in POLICIES:
             config = Config.build(model=of.path, policy=name, ram=(60 + row["row"]) << 20)
-            plan(PlanRequest.of(config), of, Machine(1 << 40))
+            plan(PlanRequest(config), of, Machine(1 << 40))
 
 
 @pytest.mark.parametrize("name", [None, "dymoe", "mixed"])
@@ -116,7 +115,7 @@ def test_loading_a_model_creates_one_policy(bindings, tiny_model, monkeypatch, n
     )
     config = Config.build(model=path, policy=name, ctx=256, threads=1, force_managed=True)
     with ExpertModel.open(path) as opened:
-        loader = Loader(config, opened)
+        loader = Loader(PlanRequest(config), opened)
         runs = loader.planner.runs(config)
         loader.planner.least(config)
         assert made == []
@@ -132,7 +131,7 @@ def test_a_refusal_names_the_limit_that_works_and_the_option():
 
     def asked(**settings):
         config = Config.build(model=of.path, policy="dymoe", ctx=512, **settings)
-        return plan(PlanRequest.of(config), of, Machine(1 << 40))
+        return plan(PlanRequest(config), of, Machine(1 << 40))
 
     for option, settings in (("--ram", {"ram": 1 << 20}), ("--expert-ram", {"expert_ram": 1000})):
         refused = asked(**settings)

@@ -6,17 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from asking import request_of
 from tables import cases
 
 from gguf_tools import synthetic
 from gguf_tools.experts import ExpertModel
-from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.plan.footprint import SCORING_BYTES, SIZES, compute_bytes, output_tokens
-from orchestrator.plan.machine import Device, Machine
-from orchestrator.plan.planning import Refusal, plan, plan_memory, sizes_to_count
-from orchestrator.plan.request import Counted, PlanRequest
-from orchestrator.plan.shared import CELL_STEP, SharedMemory, longest_context
+from orchestrator.plan.planning import plan, plan_memory, sizes_to_count
+from orchestrator.plan.records import (
+    CELL_STEP,
+    Counted,
+    Device,
+    Machine,
+    Refusal,
+    SharedMemory,
+    longest_context,
+)
 from orchestrator.policy.base import place
 
 MIB = 2**20
@@ -83,8 +89,8 @@ def model(tmp_path_factory):
 
 
 def plan_in(model, free, **settings):
-    config = Config.build(model=model.path, **{"conversations": True, "cache_ram": 0, **settings})
-    return plan_memory(config, model, Machine(free))
+    usual = {"conversations": True, "cache_ram": 0}
+    return plan_memory(request_of(model=model.path, **{**usual, **settings}), model, Machine(free))
 
 
 def half(model, **settings):
@@ -178,7 +184,7 @@ CARD = replace(HOST, device=Device("cuda0", "a card", 8 * 2**30, 8 * 2**30, True
 
 def plan_for(many, machine=HOST, **settings):
     usual = {"policy": "lru", "high_tier": "q4_k", "ctx": 8192}
-    return plan_memory(Config.build(model=many.path, **(usual | settings)), many, machine)
+    return plan_memory(request_of(model=many.path, **(usual | settings)), many, machine)
 
 
 def cap(many, share, machine=HOST, **settings):
@@ -255,10 +261,8 @@ def test_the_least_budget_is_that_of_the_least_micro_batch(many):
 
 
 def test_the_rows_that_llama_does_not_count_are_counted(many):
-    config = Config.build(model=many.path, policy="lru")
-    rows = compute_bytes(many, PlanRequest.of(config), 4096, 1024, 0) - compute_bytes(
-        many, PlanRequest.of(config), 4096, 512, 0
-    )
+    request = request_of(model=many.path, policy="lru")
+    rows = compute_bytes(many, request, 4096, 1024, 0) - compute_bytes(many, request, 4096, 512, 0)
     # Two layouts of 8-bit blocks for the k rows of n_ff numbers that a token's down product reads.
     assert rows >= 512 * 2 * (2 * 256 * 292 / 256)
 
@@ -270,10 +274,10 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 
     def taken(sequences, **more):
         usual = {"policy": "dymoe", "low_tier": "q2_k", "importance_window": 32}
-        config = Config.build(model=many.path, sequences=sequences, **(usual | more))
-        load = config.with_changes(importance="load")
-        return compute_bytes(many, PlanRequest.of(config), 4096, 512, 0) - compute_bytes(
-            many, PlanRequest.of(load), 4096, 512, 0
+        asked = {"model": many.path, "sequences": sequences, **usual, **more}
+        load = request_of(**{**asked, "importance": "load"})
+        return compute_bytes(many, request_of(**asked), 4096, 512, 0) - compute_bytes(
+            many, load, 4096, 512, 0
         )
 
     assert taken(3) - taken(0) == 4 * 3 * 32 * 4096 * n_head
@@ -295,13 +299,13 @@ def test_every_prompt_of_a_step_has_its_window_of_queries(many):
 )
 def test_importance_is_reserved_if_prompts_may_be_lowered(many, asked, reserved):
     """The policy requests importance exactly if the plan reserves memory for it."""
-    config = Config.build(model=many.path, sequences=15, **asked)
-    without = config.with_changes(importance="load")
+    given = {"model": many.path, "sequences": 15, **asked}
     taken, least = (
-        compute_bytes(many, PlanRequest.of(each), 4096, 512, 0) for each in (config, without)
+        compute_bytes(many, request_of(**given, **more), 4096, 512, 0)
+        for more in ({}, {"importance": "load"})
     )
     assert (taken > least) == reserved
-    if config.policy in (None, "dymoe", "firm"):
+    if asked.get("policy") in (None, "dymoe", "firm"):
         plan = plan_for(many, ctx=4096, expert_ram=8 * MIB, **{"policy": None} | asked)
         assert plan.placement is not None and plan.placement.wants.importance == reserved
 
@@ -322,9 +326,9 @@ def test_the_longest_context_is_in_whole_steps_and_no_longer_than_asked(most, fi
 
 
 def test_scored_steps_are_limited_by_the_memory_for_scores():
-    config = Config.build(model="m.gguf", scored=4096)
+    request = request_of(model="m.gguf", scored=4096)
     n_vocab = SCORING_BYTES // 8 // 13
-    found = [output_tokens(PlanRequest.of(config), n, 512) for n in (2, n_vocab, SCORING_BYTES)]
+    found = [output_tokens(request, n, 512) for n in (2, n_vocab, SCORING_BYTES)]
     assert found == [512, 13, 1]
 
 
@@ -336,8 +340,7 @@ def test_the_minimum_has_memory_for_a_context_of_256_tokens(model):
         return model.kv_bytes(n_ctx) + 8192, n_tokens * 40_000
 
     def asked(ram):
-        config = Config.build(model=model.path, policy="lru", conversations=True, ram=ram)
-        request = PlanRequest.of(config)
+        request = request_of(model=model.path, policy="lru", conversations=True, ram=ram)
         counted = Counted.of(sizes_to_count(request, model)[1], count)
         return plan(replace(request, counted=counted), model, Machine(2**40))
 

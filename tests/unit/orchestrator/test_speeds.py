@@ -30,6 +30,7 @@ from orchestrator.cost.speeds import (
     Timings,
 )
 from orchestrator.cost.time import spare_bytes
+from orchestrator.plan.records import PlanRequest
 
 DAY = 86400.0
 
@@ -199,9 +200,10 @@ def test_measuring_stays_within_the_memory_limit(bindings, model, monkeypatch):
     )
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
-        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
+        request = PlanRequest(config)
+        assert 8 << 20 <= spare_bytes(request, opened) < 48 << 20
         monkeypatch.setattr(planner, "kept_bandwidth", lambda *_: Bandwidth(1e9))
-        with Planner(config, opened).times() as predictor:
+        with Planner(request, opened).times() as predictor:
             predictor.speeds.seconds(WHAT)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)

@@ -27,8 +27,8 @@ from orchestrator.cost.time import (
     with_skips,
 )
 from orchestrator.events import SKIP
-from orchestrator.plan.machine import Machine
 from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.records import Machine, PlanRequest
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
@@ -246,7 +246,7 @@ def test_predictions_for_plans_of_a_model(bindings, model):
 
         def predicted(uses=None, **settings):
             asked = config.with_changes(**settings)
-            plan = plan_memory(asked, opened, Machine(8 << 30))
+            plan = plan_memory(PlanRequest(asked), opened, Machine(8 << 30))
             return predictor.of_plan(plan, asked, uses=uses)
 
         whole, half = predicted(policy="lru"), predicted(**few)
