@@ -365,10 +365,9 @@ def measure_losses(
             note(f"Continued the interrupted run saved in {kept.folder}.")
         config = Config.build(model=source, threads=method.threads)
         time = CalibrationTime.of(model, config, text.n_tokens)
-        todo = [] if kept.table.exists() else _first_parts(method, source, reference)
-        todo += [name for name, _ in passes(tiers) if not kept.arrays(name)]
-        seconds = {READING: time.read_s, MEASURING: time.measure_s}
-        parts = Parts({name: seconds.get(name, time.pass_s) for name in todo})
+        seconds = {} if kept.table.exists() else _first_parts(method, source, reference, time)
+        todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
+        parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
         note(f"Calibrating takes about {format_duration(parts.total_s)}. {_CONTINUES}")
         show(parts.share)
         run = _Run(method, model, text, kept, parts)
@@ -388,12 +387,16 @@ def measure_losses(
 _CONTINUES = "If it is interrupted, the same command continues it."
 
 
-def _first_parts(method: Method, source: Path, reference: Path | None) -> list[str]:
-    """Return the names of the parts that make the table without factors."""
-    parts = [READING, READING_STORED, MEASURING]
-    if reference in (None, source):
-        parts.remove(READING_STORED)
-    return parts if method.chosen == RTN else [QUANTIZING, *parts]
+def _first_parts(
+    method: Method, source: Path, reference: Path | None, time: CalibrationTime
+) -> dict[str, float]:
+    """Return the seconds of the parts that make the table without factors."""
+    return {
+        QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
+        READING: time.read_s,
+        READING_STORED: 0.0 if reference in (None, source) else time.pass_s,
+        MEASURING: time.measure_s,
+    }
 
 
 class _Run:
@@ -415,9 +418,8 @@ class _Run:
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
         with ExitStack() as stack:
             full = stack.enter_context(ExpertModel.open(path))
-            progress = (lambda _: None) if quantizing.chosen == RTN else self._parts.begin(QUANTIZING)
-            by = stack.enter_context(open_quantizer(quantizing, path, progress, note))
-            by = by or Rtn(load_ggml())
+            opened = open_quantizer(quantizing, path, self._parts.begin(QUANTIZING), note)
+            by = stack.enter_context(opened) or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
             # Inputs are needed only if some precision differs from full precision.
