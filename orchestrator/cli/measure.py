@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from orchestrator.chat.console import Console, ProgressBar, progress_bar, strip_controls
+from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Command, Group
 from orchestrator.cli.options import (
     AT_LEAST_0,
@@ -308,8 +308,8 @@ def make_table(
             "another place with --out FILE, and name it with --losses FILE when you run the model"
         ) from error
     with console.bars():
-        progress = ProgressBar(console, "Calibrating")
-        return measure_losses(method, file, reference, types, target, progress, console.note)
+        show = partial(console.bar, "Calibrating")
+        return measure_losses(method, file, reference, types, target, show, console.note)
 
 
 @click.command(cls=Command)

@@ -31,6 +31,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,6 +225,8 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
 WINDOW = ROUTING_TOKENS
 _FORM = 5
 
+# The largest fraction of a part that is assumed without a report.
+_NEARLY = 0.95
 # Names of the parts of a run, in addition to the passes.
 QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "stored", "measuring"
 
@@ -231,25 +234,36 @@ QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "store
 class Parts:
     """Progress of a run of several parts, which are done in order.
 
-    seconds: the predicted duration of each part.
+    A part reports its progress rarely, often only at its end. Between reports, the part is assumed
+    to take as long as predicted.
     """
 
-    def __init__(self, seconds: Mapping[str, float], progress: Progress) -> None:
-        self._seconds, self._progress = seconds, progress
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        """seconds: the predicted duration of each part."""
+        self._seconds = seconds
+        self._done_s = self._part_s = self._reported = 0.0
+        self._since = monotonic()
 
     @property
     def total_s(self) -> float:
         return sum(self._seconds.values())
 
-    def of(self, name: str) -> Progress:
-        """Return the progress of one part."""
+    def begin(self, name: str) -> Progress:
+        """Begin a part. Returns the function that it reports its completed fraction to."""
         names = list(self._seconds)
-        before = sum(self._seconds[each] for each in names[: names.index(name)])
+        self._done_s = sum(self._seconds[each] for each in names[: names.index(name)])
+        self._part_s = self._seconds[name]
+        self._report(0.0)
+        return self._report
 
-        def report(share: float) -> None:
-            self._progress((before + share * self._seconds[name]) / self.total_s)
+    def _report(self, share: float) -> None:
+        self._reported, self._since = share, monotonic()
 
-        return report
+    def share(self) -> float:
+        """Return the completed fraction of the run."""
+        assumed = (monotonic() - self._since) / max(self._part_s, 1e-9)
+        part = min(self._reported + assumed, _NEARLY + (1 - _NEARLY) * self._reported)
+        return (self._done_s + part * self._part_s) / max(self.total_s, 1e-9)
 
 
 class Kept:
@@ -327,13 +341,14 @@ def measure_losses(
     reference: Path | None,
     types: Sequence[str],
     out: Path,
-    progress: Progress,
+    show: Callable[[Callable[[], float]], None],
     note: Callable[[str], None],
 ) -> LossTable:
     """Measure and write the loss table of a file's tiers and of further types.
 
-    The types are quantized by `method` from `reference`; None uses the file's best tier. `note`
-    receives messages for the user; the first one says how long the rest takes.
+    The types are quantized by `method` from `reference`; None uses the file's best tier. `show`
+    gets a function that returns the completed fraction. `note` receives messages for the user; one
+    of them says how long the run takes.
     """
     text = read_windows(method, source)
     asked = {
@@ -350,11 +365,11 @@ def measure_losses(
             note(f"Continued the interrupted run saved in {kept.folder}.")
         config = Config.build(model=source, threads=method.threads)
         time = CalibrationTime.of(model, config, text.n_tokens)
-        todo = [] if kept.table.exists() else _first_parts(method, source, reference)
-        todo += [name for name, _ in passes(tiers) if not kept.arrays(name)]
-        seconds = {READING: time.read_s, MEASURING: time.measure_s}
-        parts = Parts({name: seconds.get(name, time.pass_s) for name in todo}, progress)
+        seconds = {} if kept.table.exists() else _first_parts(method, source, reference, time)
+        todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
+        parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
         note(f"Calibrating takes about {format_duration(parts.total_s)}. {_CONTINUES}")
+        show(parts.share)
         run = _Run(method, model, text, kept, parts)
         if not kept.table.exists():
             save(kept.table, model, run.measured(reference, types, note))
@@ -372,12 +387,16 @@ def measure_losses(
 _CONTINUES = "If it is interrupted, the same command continues it."
 
 
-def _first_parts(method: Method, source: Path, reference: Path | None) -> list[str]:
-    """Return the names of the parts that make the table without factors."""
-    parts = [READING, READING_STORED, MEASURING]
-    if reference in (None, source):
-        parts.remove(READING_STORED)
-    return parts if method.chosen == RTN else [QUANTIZING, *parts]
+def _first_parts(
+    method: Method, source: Path, reference: Path | None, time: CalibrationTime
+) -> dict[str, float]:
+    """Return the seconds of the parts that make the table without factors."""
+    return {
+        QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
+        READING: time.read_s,
+        READING_STORED: 0.0 if reference in (None, source) else time.pass_s,
+        MEASURING: time.measure_s,
+    }
 
 
 class _Run:
@@ -399,18 +418,17 @@ class _Run:
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
         with ExitStack() as stack:
             full = stack.enter_context(ExpertModel.open(path))
-            progress = (lambda _: None) if quantizing.chosen == RTN else self._parts.of(QUANTIZING)
-            by = stack.enter_context(open_quantizer(quantizing, path, progress, note))
-            by = by or Rtn(load_ggml())
+            opened = open_quantizer(quantizing, path, self._parts.begin(QUANTIZING), note)
+            by = stack.enter_context(opened) or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
             # Inputs are needed only if some precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
-            self._say(path, sums, self._parts.of(READING))
+            self._say(path, sums, self._parts.begin(READING))
             if path != model.path:
-                self._say(model.path, None, self._parts.of(READING_STORED))
-            return precisions.table(sums, self._text, self._parts.of(MEASURING))
+                self._say(model.path, None, self._parts.begin(READING_STORED))
+            return precisions.table(sums, self._text, self._parts.begin(MEASURING))
 
     def _say(self, path: Path, sums: OutputSums | None, progress: Progress) -> None:
         """Read the text in a file's best tier, and save its log-probabilities."""
@@ -439,7 +457,7 @@ class _Run:
         for name, tier in passes(tiers):
             known = self._kept.arrays(name)
             if not known:
-                progress = self._parts.of(name)
+                progress = self._parts.begin(name)
                 known = self._moved(plain, name, tier, tiers[0], progress)._asdict()
                 self._kept.keep(name, known)
             found[name] = Moved(**known)

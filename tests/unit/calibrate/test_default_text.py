@@ -14,6 +14,7 @@ from orchestrator.cli.main import cli
 from orchestrator.config import Config
 from orchestrator.cost.losses import LossModel
 from orchestrator.errors import ConfigError, NoLossTableError
+from orchestrator.lab.calibrate import table as tables
 from orchestrator.lab.calibrate.default import KINDS, default_calibration
 
 
@@ -62,3 +63,20 @@ def test_chat_offers_to_make_the_table(answer, runs, monkeypatch):
     assert [(file, method.ram, method.threads) for _, method, file in made] == [
         (config.model, 5 << 30, 3)
     ] * runs
+
+
+def test_progress_goes_on_between_reports(monkeypatch):
+    """A part takes as long as foreseen, and is complete only when it says so."""
+    now = [0.0]
+    monkeypatch.setattr(tables, "monotonic", lambda: now[0])
+    parts = tables.Parts({"a": 10.0, "b": 30.0})
+    assert (parts.total_s, parts.share()) == (40.0, 0.0)
+    report = parts.begin("a")
+    shares = []
+    for now[0], said in ((5.0, None), (20.0, None), (21.0, 1.0)):
+        if said is not None:
+            report(said)
+        shares.append(parts.share())
+    parts.begin("b")
+    now[0] = 36.0
+    assert [*shares, parts.share()] == pytest.approx([0.125, 0.2375, 0.25, 0.625])
