@@ -185,6 +185,10 @@ class Answer:
         readable, _, _ = select.select([self._from], [], [], timeout_s)
         return bool(readable)
 
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the work has ended, read or not; False if it has not within timeout_s."""
+        return self._ended.wait(timeout_s)
+
     def failure(self) -> str | None:
         """Return why a step failed, in a sentence; None if the reason is not known."""
         return self._failure()
