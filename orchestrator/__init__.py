@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from orchestrator.library.measure import record as record
     from orchestrator.library.measure import replay as replay
 
-_ERRORS = (
-    *("BudgetError", "ClosedError", "ConfigError", "GGUFError", "HubError", "MoeEdgeError"),
-    *("NativeError", "PolicyError", "ResourceError"),
-)
+__all__ = [
+    *("BudgetError", "ClosedError", "ConfigError", "GGUFError", "HubError", "LLM", "MoeEdgeError"),
+    *("NativeError", "PolicyError", "ResourceError", "bench", "record", "replay"),
+]
 # {public name: its module}
 _PLACES = {
-    "LLM": "orchestrator.library.llm",
+    **dict.fromkeys(__all__, "orchestrator.errors"),
     **dict.fromkeys(("bench", "record", "replay"), "orchestrator.library.measure"),
-    **dict.fromkeys(_ERRORS, "orchestrator.errors"),
+    "LLM": "orchestrator.library.llm",
 }
 
 
@@ -45,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return sorted({*globals(), *__all__})
