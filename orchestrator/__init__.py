@@ -25,8 +25,19 @@ if TYPE_CHECKING:
     from orchestrator.library.measure import replay as replay
 
 __all__ = [
-    *("BudgetError", "ClosedError", "ConfigError", "GGUFError", "HubError", "LLM", "MoeEdgeError"),
-    *("NativeError", "PolicyError", "ResourceError", "bench", "record", "replay"),
+    "BudgetError",
+    "ClosedError",
+    "ConfigError",
+    "GGUFError",
+    "HubError",
+    "LLM",
+    "MoeEdgeError",
+    "NativeError",
+    "PolicyError",
+    "ResourceError",
+    "bench",
+    "record",
+    "replay",
 ]
 # {public name: its module}
 _PLACES = {

@@ -353,7 +353,7 @@ class LLM(Closing):
         request = {**data, **self._fields(route, options), "stream": stream}
 
         def submitted() -> _Parts:
-            checked = read_object(written(request))
+            checked = read_object(_as_json(request))
             changes = settle_request(route, checked, 0, self._served)
             settings = self._served.settings_for(changes)
             shaping = settle_probs(route, checked, self._served.about.n_ctx)
@@ -470,6 +470,14 @@ def _whole(parts: _Parts) -> dict[str, Any]:
 
 def _stream(parts: _Parts) -> Stream[Chunk]:
     return Stream(map(Chunk.of, parts), parts.close)
+
+
+def _as_json(request: dict[str, Any]) -> bytes:
+    """Serialize a request. Raises ConfigError for values that JSON does not have."""
+    try:
+        return written(request)
+    except TypeError as error:
+        raise ConfigError(f"a message or an option has no form in JSON: {error}") from None
 
 
 def _opened(
