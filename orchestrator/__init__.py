@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from orchestrator.library.measure import replay as replay
 
 __all__ = [
+    "LLM",
     "BudgetError",
     "ClosedError",
     "ConfigError",
     "GGUFError",
     "HubError",
-    "LLM",
     "MoeEdgeError",
     "NativeError",
     "PolicyError",
