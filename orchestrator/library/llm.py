@@ -267,7 +267,11 @@ class LLM(Closing):
             prompt = read_prompt(self._runtime.vocabulary, asked, self._served.about.n_ctx)
             return _scored(self._runtime, prompt, stops)
 
-        return self._call(scored, stop=lambda: [each() for each in stops])
+        def stop() -> None:
+            for each in [*stops]:
+                each()
+
+        return self._call(scored, stop)
 
     def embed(self, text: str | Sequence[str]) -> Sequence[float]:
         """Always raise ConfigError: embeddings are not supported."""

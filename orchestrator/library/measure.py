@@ -81,7 +81,11 @@ def replay(
     read_bytes_per_token, wait_ms_per_token, tpot_ms_p50, tpot_ms_mean, tpot_ms_p99, ttft_ms and
     kl_estimate; None where it is not known. Raises MoeEdgeError.
     """
-    given = [policy] if policy is None or isinstance(policy, (str, type)) else [*policy]
+    given: list[Given | None] = []
+    if policy is None or isinstance(policy, (str, type)):
+        given.append(policy)
+    else:
+        given += policy
 
     def work() -> Rows:
         from orchestrator.lab.replay import ReplayOptions, read_trace
