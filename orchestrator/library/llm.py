@@ -261,6 +261,8 @@ class LLM(Closing):
         """
         self._check()
         asked = text if isinstance(text, str) else list(text)
+        if not asked:
+            raise ConfigError("the text is empty: there is nothing to score")
         stops: list[Callable[[], None]] = []
 
         def scored() -> Score:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import DEMO, python
@@ -28,9 +29,10 @@ def written(page, folder):
     """The examples of a page as files: those that are run, in their order."""
     runnable = []
     for number, (name, text) in enumerate(blocks_of(page)):
-        path = folder / (name or f"example_{number}.py")
-        path.write_text(text.replace("MODEL.gguf", str(DEMO)) if "hf:" not in text else text)
-        if not name and not any(each in text for each in NOT_RUN):
+        path = folder / (name or f"{Path(page).stem.replace('-', '_').lower()}_{number}.py")
+        is_run = not any(each in text for each in NOT_RUN)
+        path.write_text(text.replace("MODEL.gguf", str(DEMO)) if is_run else text)
+        if is_run and not name:
             runnable.append(path)
     return runnable
 
@@ -45,10 +47,10 @@ def test_examples_run(library, page, tmp_path):
     assert done.stderr == "" and done.stdout.strip()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_examples_are_typed(page, tmp_path):
+def test_examples_are_typed(tmp_path):
     """With mypy's strictest setting, as in a project of a user's own."""
-    written(page, tmp_path)
+    for page in PAGES:
+        written(page, tmp_path)
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
     cache = REPO / ".mypy_cache" / "examples"
     done = subprocess.run(

@@ -42,8 +42,11 @@ WEATHER = {
 
 
 @pytest.fixture(scope="module")
-def llm(library):
-    with LLM(DEMO, RAM, expert_ram="16MiB", policy="lru", temp=0.0, ctx=512) as made:
+def llm(library, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:  # a user folder of its own, as each test has
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        made = LLM(DEMO, RAM, expert_ram="16MiB", policy="lru", temp=0.0, ctx=512)
+    with made:
         yield made
 
 
@@ -123,7 +126,7 @@ def test_a_score_is_the_evaluators(llm):
     with llm._runtime.evaluator() as evaluator:
         logp, _ = Judge(evaluator).continuation(tokens[:1], tokens[1:])
     own = [each for each in score.logprobs if not math.isnan(each)]
-    np.testing.assert_allclose(own[-8:], logp[-8:], atol=0.05)  # prefill, and one by one
+    np.testing.assert_allclose(own[-8:], logp[-8:], atol=0.1)  # prefill, and one by one
     assert score.total == pytest.approx(sum(own)) and score.perplexity > 1
     assert llm.score(tokens).logprobs[1:] == pytest.approx(score.logprobs[-len(tokens) + 1 :])
 
@@ -149,7 +152,7 @@ def test_what_is_known(llm):
     (lambda m: m.chat(PARIS, schema={"not": {}}), ConfigError, "schema"),
     (lambda m: m.chat(PARIS, n=2), ConfigError, "unknown option 'n'"),
     (lambda m: m.generate([-5]), ConfigError, ""),
-    (lambda m: m.score(""), ConfigError, "prompt is empty"),
+    (lambda m: m.score(""), ConfigError, "the text is empty"),
     (lambda m: m.score("long " * 3000), ConfigError, "exceeds the available context"),
     (lambda m: LLM(DEMO), ConfigError, "another model is open in this process"),
     (lambda m: LLM(DEMO, "3kiB"), BudgetError, "is too small"),
@@ -255,8 +258,8 @@ def press_once(*_):
     press()
 progress.Bars.stage = press_once
 soon(lambda: LLM(DEMO, "400MiB"), after_s=600)
-with LLM(DEMO, "400MiB", ctx=4096, ubatch=1, policy="lru", expert_ram="16MiB") as llm:
-    text = "a text of some words, " * 150
+with LLM(DEMO, "400MiB", ctx=1024, ubatch=1, policy="lru", expert_ram="16MiB") as llm:
+    text = "a text of some words, " * 100
     soon(lambda: llm.chat(text, max_tokens=1))
     soon(lambda: llm.chat("hello", max_tokens=3000, ignore_eos=True))
     soon(lambda: list(llm.chat("hello", stream=True, max_tokens=3000, ignore_eos=True)))
