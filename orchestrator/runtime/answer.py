@@ -208,12 +208,7 @@ class Answer:
         ChangedError if a model file was written to, because the answer is wrong then.
         """
         pace = Pace()
-        is_all = False
-        while not is_all:
-            if pace.rests:
-                self._ended.wait(REST_S)
-            elif not self._ended.is_set():
-                self.wait()
+        while True:
             text, is_all = self.take()
             if sentence := self._changed():
                 raise ChangedError(sentence)
@@ -222,6 +217,12 @@ class Answer:
             else:
                 pace.nothing()
             yield from self._events(text)
+            if is_all:
+                break
+            if pace.rests:
+                self._ended.wait(REST_S)
+            elif not text:  # only a take that found nothing asks for a signal
+                self.wait()
         if self.error is not None:
             raise self.error
 
