@@ -71,8 +71,11 @@ class Stream(Closing, Generic[T]):
     `close` ends the answer early; so do the end of a `with` block and Ctrl-C while it is read.
     """
 
-    def __init__(self, parts: Iterator[T], end: Callable[[], None]) -> None:
-        self._parts, self._end = parts, end
+    def __init__(
+        self, parts: Iterator[T], end: Callable[[], None], leave: Callable[[], None]
+    ) -> None:
+        """end: ends the answer and waits for that. leave: ends it without waiting."""
+        self._parts, self._end, self._leave = parts, end, leave
 
     def __iter__(self) -> Stream[T]:
         return self
@@ -87,6 +90,10 @@ class Stream(Closing, Generic[T]):
     def close(self) -> None:
         """End the answer, and wait for that. Safe to call twice."""
         self._end()
+
+    def __del__(self) -> None:
+        """End the answer soon. This may run on any thread, so it does not wait."""
+        self._leave()
 
 
 class LLM(Closing):
@@ -449,20 +456,30 @@ class _Parts(Iterator[dict[str, Any]]):
 
     def close(self) -> None:
         """End the answer, and wait for that. Safe to call twice."""
+        if self._begin_to_close():
+            try:
+                self._llm._call(self._close)
+            except ClosedError:
+                self.answer.close()
+
+    def leave(self) -> None:
+        """End the answer soon, without waiting."""
+        if self._begin_to_close():
+            self._llm._worker.post(self._close)
+
+    def _begin_to_close(self) -> bool:
+        """Cancel the answer. Returns False if it is closed already, or belongs to the parent of
+        this fork."""
         if self._is_closed or os.getpid() != self._llm._pid:
-            return
+            return False
         self._is_closed = True
         self.answer.cancel()
+        return True
 
-        def closed() -> None:
-            self.answer.close()
-            with suppress(MoeEdgeError, OSError):
-                self._ended(self.answer)
-
-        try:
-            self._llm._call(closed)
-        except ClosedError:
-            self.answer.close()
+    def _close(self) -> None:
+        self.answer.close()
+        with suppress(MoeEdgeError, OSError):
+            self._ended(self.answer)
 
 
 def _whole(parts: _Parts) -> dict[str, Any]:
@@ -475,7 +492,7 @@ def _whole(parts: _Parts) -> dict[str, Any]:
 
 
 def _stream(parts: _Parts) -> Stream[Chunk]:
-    return Stream(map(Chunk.of, parts), parts.close)
+    return Stream(map(Chunk.of, parts), parts.close, parts.leave)
 
 
 def _as_json(request: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 from gguf_tools import interrupts
+from orchestrator.runtime import threads
 
 T = TypeVar("T")
 
@@ -63,13 +64,15 @@ class Worker:
     def __init__(self, name: str) -> None:
         """Raises RuntimeError if no thread can be started."""
         self._calls: SimpleQueue[Posted[Any] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread_id = 0
+        self._task = threads.start(self._run, name)
 
     def _run(self) -> None:
+        self._thread_id = threading.get_ident()
         while (call := self._calls.get()) is not None:
             call.run()
             del call  # it would keep its result until the next call
+        self._thread_id = 0  # the thread may become that of another worker
 
     def call(
         self,
@@ -84,7 +87,7 @@ class Worker:
         thread, for native work that looks at no flag of ours. discard: gets the result of a call
         whose caller was interrupted.
         """
-        if threading.current_thread() is self._thread:
+        if self._is_here():
             return function()
         call = Posted(function, discard)
         self._calls.put(call)
@@ -112,5 +115,9 @@ class Worker:
 
     def join(self) -> None:
         """Wait for the end of the thread, unless this is called on it."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if not self._is_here():
+            self._task.join()
+
+    def _is_here(self) -> bool:
+        """Whether this is called on the worker's thread."""
+        return threading.get_ident() == self._thread_id

@@ -38,6 +38,7 @@ from orchestrator.native import (
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.plan.footprint import part_bytes
 from orchestrator.policy import PLAIN, policy_settings
+from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
@@ -247,8 +248,7 @@ class Runtime(Closing):
                 lambda is_answer: loaded.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
             )
         loaded.driver.set_prompts(cache_mib << 20, native.keep_prompts)
-        self._decoding = threading.Thread(target=native.run, name="decode", daemon=True)
-        self._decoding.start()
+        self._decoding = threads.start(native.run, "decode")
         _switch.quicken()
         self._native = native
         self._idle()

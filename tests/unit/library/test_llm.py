@@ -84,20 +84,20 @@ def test_a_stream_that_is_left(llm):
 
 
 def test_a_completion(llm):
-    whole = llm.generate("The capital of France is", max_tokens=6)
+    whole = llm.generate("The capital of France is", max_tokens=6, ignore_eos=True)
     assert whole.text and whole.tokens == 6 and whole.openai["object"] == "text_completion"
     tokens = llm.tokenize("The capital of France is")
-    assert llm.generate(tokens, max_tokens=6).text == whole.text
-    chunks = llm.generate("The capital of France is", max_tokens=6, stream=True)
+    assert llm.generate(tokens, max_tokens=6, ignore_eos=True).text == whole.text
+    chunks = llm.generate("The capital of France is", max_tokens=6, ignore_eos=True, stream=True)
     assert "".join(each.text for each in chunks) == whole.text
     schema = {"enum": ["red", "green"]}
     assert json.loads(llm.generate("A colour:", schema=schema).text) in ("red", "green")
 
 
 def test_a_schema_and_a_tool(llm):
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {"type": "object", "properties": {"n": {"enum": [2, 3]}}, "required": ["n"]}
     found = json.loads(llm.chat("How many?", schema=schema, max_tokens=40).text)
-    assert set(found) == {"n"} and isinstance(found["n"], int)
+    assert found in ({"n": 2}, {"n": 3})
     answer = llm.chat("Weather?", tools=[WEATHER], tool_choice="required", max_tokens=80)
     (call,) = answer.tool_calls
     assert call.name == "weather" and call.arguments["city"] in ("Paris", "Rome")
@@ -155,7 +155,7 @@ def test_what_is_known(llm):
     (lambda m: m.score(""), ConfigError, "the text is empty"),
     (lambda m: m.score("long " * 3000), ConfigError, "exceeds the available context"),
     (lambda m: LLM(DEMO), ConfigError, "another model is open in this process"),
-    (lambda m: LLM(DEMO, "3kiB"), BudgetError, "is too small"),
+    (lambda m: LLM(DEMO, "3kiB"), BudgetError, "the smallest --ram that works"),
     (lambda m: LLM(DEMO, "3 apples"), ConfigError, "is not a size"),
     (lambda m: LLM(DEMO, RAM, polcy="lru"), ConfigError, "did you mean 'policy'"),
     (lambda m: LLM(DEMO, RAM, policy="belady"), ConfigError, "or plain, not 'belady'"),
@@ -258,7 +258,7 @@ def press_once(*_):
     press()
 progress.Bars.stage = press_once
 soon(lambda: LLM(DEMO, "400MiB"), after_s=600)
-with LLM(DEMO, "400MiB", ctx=1024, ubatch=1, policy="lru", expert_ram="16MiB") as llm:
+with LLM(DEMO, "400MiB", ctx=1024, ubatch=4, policy="lru", expert_ram="16MiB") as llm:
     text = "a text of some words, " * 100
     soon(lambda: llm.chat(text, max_tokens=1))
     soon(lambda: llm.chat("hello", max_tokens=3000, ignore_eos=True))

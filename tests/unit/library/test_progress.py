@@ -37,8 +37,8 @@ def test_bars_of_a_load_and_a_download(monkeypatch):
             ProgressMeter(report, 3_000_000).add(1_500_000)
         bars.close()
         text = said.getvalue()
-        assert "Measuring this machine" in text and "Reading experts:  50%" in text
-        assert "Downloading:  50%" in text and "1.50M/3.00M" in text
+        assert "Measuring this machine" in text and "Reading experts" in text
+        assert "Downloading" in text and "/3.00M" in text
     said = sys.stderr = Terminal()
     Bars(False).stage("Reading experts", 0.5)
     assert said.getvalue() == ""
