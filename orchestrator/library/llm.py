@@ -76,11 +76,14 @@ class Stream(Closing, Generic[T]):
     ) -> None:
         """end: ends the answer and waits for that. leave: ends it without waiting."""
         self._parts, self._end, self._leave = parts, end, leave
+        self._is_closed = False
 
     def __iter__(self) -> Stream[T]:
         return self
 
     def __next__(self) -> T:
+        if self._is_closed:
+            raise StopIteration
         try:
             return next(self._parts)
         except BaseException:
@@ -89,6 +92,7 @@ class Stream(Closing, Generic[T]):
 
     def close(self) -> None:
         """End the answer, and wait for that. Safe to call twice."""
+        self._is_closed = True
         self._end()
 
     def __del__(self) -> None:

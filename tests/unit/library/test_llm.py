@@ -98,7 +98,7 @@ def test_a_schema_and_a_tool(llm):
     schema = {"type": "object", "properties": {"n": {"enum": [2, 3]}}, "required": ["n"]}
     found = json.loads(llm.chat("How many?", schema=schema, max_tokens=40).text)
     assert found in ({"n": 2}, {"n": 3})
-    answer = llm.chat("Weather?", tools=[WEATHER], tool_choice="required", max_tokens=80)
+    answer = llm.chat("Weather?", tools=[WEATHER], tool_choice="required", max_tokens=200)
     (call,) = answer.tool_calls
     assert call.name == "weather" and call.arguments["city"] in ("Paris", "Rome")
     said = [

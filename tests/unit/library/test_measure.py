@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_command(trace):
 
 
 def test_a_setting_goes_to_the_policies_that_have_it(trace):
-    few = replay(trace, policy=["lru", "dymoe"], retention=0.5, prefetch="off", **SPEED)
+    few = replay(trace, policy=["lru", "dymoe"], retention=0.5, low_tier="q4_k", **SPEED)
     assert few[0]["name"] == "lru" and few[1]["name"] == "dymoe"
     with pytest.raises(ConfigError, match="--retention has no effect with --policy lru"):
         replay(trace, policy="lru", retention=0.5, **SPEED)
