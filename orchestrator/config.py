@@ -310,7 +310,7 @@ class Config(Settings):
     )
     policy: str | None = setting(
         None,
-        f"Policy that decides which experts stay in memory: {', '.join(known_policies())}.",
+        lambda: f"Policy that decides which experts stay in memory: {', '.join(known_policies())}.",
         shown="by fit",
         group=MORE,
     )
@@ -505,9 +505,11 @@ class Config(Settings):
     def build(cls, **settings: Any) -> Config:
         """Return a checked configuration, from settings of `Config` and of policies.
 
-        None for a policy's setting counts as not given. Raises ConfigError for an unknown name
-        (with the nearest known one), a wrong type, or a value out of range.
+        None for a policy's setting counts as not given. `policy` may also be a class, or
+        "module:Class". Raises ConfigError for an unknown name (with the nearest known one), a wrong
+        type, or a value out of range, and PolicyError for a class that cannot be used.
         """
+        settings["policy"] = policy_name(settings.get("policy"))
         own, others = cls.declared(), policy_settings()
         known = {**own, **others}
         for key, value in settings.items():
@@ -519,7 +521,6 @@ class Config(Settings):
                 settings[key] = Path(value)
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
-        check_policy(settings.get("policy"))
         if settings.get("exact"):
             settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
@@ -597,10 +598,17 @@ class Config(Settings):
         return policy.Settings.of(self.of_policies)
 
 
-def check_policy(name: str | None) -> None:
-    """Raise SettingError if there is no policy of this name. None is allowed."""
-    if name is not None:
-        replace(Config.declared()["policy"], choices=known_policies()).check(name)
+def policy_name(given: str | type[Policy] | None) -> str | None:
+    """Return the name of a policy that is given by its name, as "module:Class", or as a class.
+
+    None is allowed. Raises SettingError if there is no policy of this name, and PolicyError for a
+    class that cannot be used.
+    """
+    if given is None:
+        return None
+    name = POLICIES.named(given)
+    replace(Config.declared()["policy"], choices=known_policies()).check(name)
+    return name
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Every error that a user can cause or meet, derived from one base class.
+"""Every error that a user can cause or meet, derived from one base class, MoeEdgeError.
 
 The command line prints a MoeEdgeError as one sentence. Any other exception is a bug and keeps its
-traceback.
+traceback. docs/python.md lists what a caller can do about each of these classes.
 """
 
 from gguf_tools.errors import GGUFError as GGUFError
+from gguf_tools.errors import HubError as HubError
 from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
@@ -81,3 +82,12 @@ class ProfileError(MoeEdgeError):
 
 class TraceError(MoeEdgeError):
     """A recorded trace that cannot be read or does not fit its purpose."""
+
+
+class ResourceError(MoeEdgeError):
+    """The operating system refuses a resource, such as a thread, a file descriptor or disk
+    space."""
+
+
+class ClosedError(MoeEdgeError):
+    """The model is closed, or it belongs to the process from which this one was forked."""

@@ -158,10 +158,11 @@ class Setting:
         return value
 
 
-def setting(default: Any, help: str, **said: Any) -> Any:
+def setting(default: Any, help: str | Callable[[], str], **said: Any) -> Any:
     """Return a dataclass field that declares a setting.
 
-    default: MISSING if a value has to be given. said: fields of `Setting`.
+    default: MISSING if a value has to be given. help: a text, or a function that returns it, which
+    is called when the declarations are first read. said: fields of `Setting`.
     """
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
@@ -234,6 +235,8 @@ class Settings:
 def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
     """Return the declaration of a field. hint: its type annotation."""
     said = dict(metadata[_DECLARED])
+    if callable(said["help"]):
+        said["help"] = said["help"]()
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
     optional = type(None) in kinds

@@ -19,7 +19,7 @@ from gguf_tools.process import compute_threads
 from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
 from orchestrator.config import Config
-from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
+from orchestrator.errors import MoeEdgeError, SettingError
 from orchestrator.policy import owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
 
@@ -441,32 +441,10 @@ def tier_names(text: str) -> list[str]:
 
 
 def model_path(text: str) -> Path:
-    """Return the local path of a model.
+    """Return the local path of a model, as find_model does, with a progress bar for a download."""
+    from orchestrator.library.models import find_model
 
-    hf:OWNER/NAME and hf:OWNER/NAME/FILE are downloaded. If there is no such file, the name may be
-    that of a downloaded model (`moe-edge list`). Raises HubError if several models have it.
-    """
-    from gguf_tools.hub import PREFIX, find_pulled, resolve
-
-    if text.startswith(PREFIX):
-        return resolve(text, note, lambda: progress_bar("Downloading"))
-    found = None if os.path.lexists(text) else find_pulled(text)
-    return _local(Path(text)) if found is None else found.paths[0]
-
-
-def _local(path: Path) -> Path:
-    """Return `path`. Raises GGUFError for a folder or a URL; other errors are left to the
-    reader."""
-    if path.is_dir():
-        hint = "name a GGUF file in it"
-        if (path / "config.json").is_file():
-            hint = "convert the checkpoint with `moe-edge convert`"
-        raise GGUFError(f"{path}: this is a folder, not a GGUF file: {hint}")
-    if path.parts and path.parts[0] in ("http:", "https:"):
-        raise GGUFError(
-            f"{path}: URLs are not supported: use hf:OWNER/NAME for the Hugging Face Hub"
-        )
-    return path
+    return find_model(text, note, lambda: progress_bar("Downloading"))
 
 
 def note(text: str) -> None:

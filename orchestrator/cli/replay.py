@@ -30,7 +30,7 @@ from orchestrator.cli.options import (
     say_tables,
     together,
 )
-from orchestrator.config import check_policy
+from orchestrator.config import policy_name
 from orchestrator.lab.registry import REPLAY_STUDIES, load
 from orchestrator.lab.replay import ReplayOptions, read_trace, render
 from orchestrator.lab.replay import replay as run
@@ -150,7 +150,7 @@ def replay(
         if name in chosen and declared.recorded
     }
     with as_options():
-        check_policy(chosen.get("policy"))
+        chosen["policy"] = policy_name(chosen.get("policy"))
         asked = replace(ReplayOptions.of(chosen), settings=settings)
     check_study(study, out)
     recorded, library = read_trace(file), Bindings.load().library()

@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import TiersError
+from orchestrator.errors import MoeEdgeError, PolicyError, TiersError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -371,7 +371,8 @@ def place(
     """Return the placement of a policy. settings: None for the policy's defaults.
 
     Raises what `Policy.place` raises, and TiersError for a model with fewer tiers than the policy
-    needs.
+    needs. Any other exception of a policy that is not ours becomes a PolicyError, so that plans of
+    the other policies can be made.
     """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least
@@ -386,4 +387,13 @@ def place(
             "give --low FILE or a file packed with as many tiers",
         )
     settings = policy.Settings() if settings is None else settings
-    return policy.place(shape, settings, rules, max(0, budget_bytes), history)
+    try:
+        return policy.place(shape, settings, rules, max(0, budget_bytes), history)
+    except MoeEdgeError:
+        raise
+    except Exception as error:
+        if policy.__module__.startswith("orchestrator."):
+            raise
+        raise PolicyError(
+            f"the policy {policy.name} failed in place: {type(error).__name__}: {error}"
+        ) from error

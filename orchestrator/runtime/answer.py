@@ -185,6 +185,10 @@ class Answer:
         readable, _, _ = select.select([self._from], [], [], timeout_s)
         return bool(readable)
 
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the work has ended, read or not; False if it has not within timeout_s."""
+        return self._ended.wait(timeout_s)
+
     def failure(self) -> str | None:
         """Return why a step failed, in a sentence; None if the reason is not known."""
         return self._failure()
@@ -204,12 +208,7 @@ class Answer:
         ChangedError if a model file was written to, because the answer is wrong then.
         """
         pace = Pace()
-        is_all = False
-        while not is_all:
-            if pace.rests:
-                self._ended.wait(REST_S)
-            elif not self._ended.is_set():
-                self.wait()
+        while True:
             text, is_all = self.take()
             if sentence := self._changed():
                 raise ChangedError(sentence)
@@ -218,6 +217,12 @@ class Answer:
             else:
                 pace.nothing()
             yield from self._events(text)
+            if is_all:
+                break
+            if pace.rests:
+                self._ended.wait(REST_S)
+            elif not text:  # only a take that found nothing asks for a signal
+                self.wait()
         if self.error is not None:
             raise self.error
 

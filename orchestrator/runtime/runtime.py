@@ -25,7 +25,7 @@ from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
 from orchestrator.cost.planner import Runs
-from orchestrator.errors import NativeError, sentence_of
+from orchestrator.errors import MoeEdgeError, NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native import (
     FAILED,
@@ -39,6 +39,7 @@ from orchestrator.native.llama import Bindings, Model
 from orchestrator.plan.footprint import part_bytes
 from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import PLAIN, policy_settings
+from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
@@ -53,6 +54,32 @@ CHAT = "/v1/chat/completions"
 _SWITCH_S = 0.0005
 # How often an answer that waits for an evaluation looks whether it is cancelled, in seconds.
 _LOOK_S = 0.05
+
+
+class _Switch:
+    """The switch interval of Python's threads, which is short while any runtime answers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_quick, self._before_s = 0, 0.0
+
+    def quicken(self) -> None:
+        """Shorten the interval to _SWITCH_S, for one more runtime."""
+        with self._lock:
+            if not self._n_quick:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
+            self._n_quick += 1
+
+    def restore(self) -> None:
+        """Restore the interval after the last runtime has ended."""
+        with self._lock:
+            self._n_quick -= 1
+            if not self._n_quick:
+                sys.setswitchinterval(self._before_s)
+
+
+_switch = _Switch()
 
 
 @dataclass(frozen=True)
@@ -116,7 +143,8 @@ class Runtime(Closing):
         self._requests = set[NativeRequest]()  # of answers that have not ended
         self._is_lent, self._is_ending = False, False
         self._said = ""
-        self._switch_s = sys.getswitchinterval()
+        # The exception of a policy that failed the last step, with its traceback.
+        self.policy_error: Exception | None = None
         self.config = request.config
         self._open(request.config, model, progress, compared)
 
@@ -175,7 +203,10 @@ class Runtime(Closing):
             if self._answering is not None:
                 self._start(self._answering)
         except BaseException:
-            self._loaded.close()
+            if self._native is None:
+                self._loaded.close()
+            else:
+                self._unload()
             raise
 
     def _start(self, answering: Answering) -> None:
@@ -221,10 +252,9 @@ class Runtime(Closing):
                 lambda is_answer: loaded.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
             )
         loaded.driver.set_prompts(cache_mib << 20, native.keep_prompts)
+        self._decoding = threads.start(native.run, "decode")
+        _switch.quicken()
         self._native = native
-        self._decoding = threading.Thread(target=native.run, name="decode", daemon=True)
-        self._decoding.start()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._idle()
 
     @property
@@ -447,6 +477,7 @@ class Runtime(Closing):
                 raise self._core.error
             driver.check(FAILED)
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
+            self.policy_error = None if isinstance(error, MoeEdgeError) else error
             return sentence_of(error)
         return None
 
@@ -458,7 +489,8 @@ class Runtime(Closing):
         during the block wait for its end. Afterwards the sequences are empty again.
         """
         with self._turns:
-            self._turns.wait_for(lambda: not (self._running or self._is_lent))
+            while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
+                interrupts.check()
             self._is_lent = True
             self._loaded.driver.end_idle()
         try:
@@ -618,7 +650,7 @@ class Runtime(Closing):
                 self._kept.leave(end_s)
             self._native.close()
             self._native = None
-            sys.setswitchinterval(self._switch_s)
+            _switch.restore()
         self._loader.history.learn(loaded.driver)
         loaded.close()
         self._is_ending = False

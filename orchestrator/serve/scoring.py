@@ -127,7 +127,7 @@ def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]
     that cannot be scored."""
     data = json.loads(body)
     model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
-    prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
+    prompts = [read_prompt(model, asked, room) for asked in _asked(data.get("prompt"))]
     n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), served.most_scored
     if n_tokens > most:
         raise Refusal(
@@ -153,7 +153,7 @@ def _scored(
         for prompt in prompts:
             read = prompt.tokens if n_generated else prompt.tokens[:-1]
             rows = _logits(evaluator, read.tolist(), goes_on) if len(read) else ()
-            scores = _judged(prompt, rows, top, n_generated)
+            scores = judged(prompt, rows, top, n_generated)
             found.append((scores, _text_of(served.runtime.vocabulary, scores, prompt.text)))
         costs = evaluator.costs()
     timings = {
@@ -190,7 +190,7 @@ def _logits(
         yield part
 
 
-def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
+def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Score the tokens of a prompt, except the hidden ones.
 
     parts: logits float32 [m, n_vocab] of the prompt's tokens in order, without the last token if
@@ -333,7 +333,7 @@ def _are_tokens(values: list[Any]) -> bool:
     return bool(values) and all(type(each) is int for each in values)
 
 
-def _read(model: Model, asked: str | list[int], most: int) -> Prompt:
+def read_prompt(model: Model, asked: str | list[int], most: int) -> Prompt:
     """Tokenize a prompt. most: the most tokens that fit in the context. Raises Refusal."""
     if isinstance(asked, str):
         # A text that starts with the BOS token's name gets no second BOS.

@@ -33,6 +33,7 @@ LAYERS = (
     ("orchestrator.cost",),
     ("orchestrator.runtime",),
     ("orchestrator.chat", "orchestrator.serve", "orchestrator.lab"),
+    ("orchestrator.library",),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
@@ -43,6 +44,7 @@ ONLY = {
     "starlette": ("orchestrator.serve",),
     "uvicorn": ("orchestrator.serve.run",),
     "ray": ("orchestrator.serve.fleet", "orchestrator.serve.routing"),
+    "tqdm": ("orchestrator.library.progress",),
     "lm_eval": ("orchestrator.lab.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("gguf_tools.quantize.gptq", "gguf_tools.convert.upstream", "models"),
@@ -113,9 +115,11 @@ def fault_of_layers(name, target):
         return "the build tool"
     if top == "models" and not name.startswith("models"):
         return "scripts that make models"
-    users = (LAB, "orchestrator.cli.", "models.")
+    users = (LAB, "orchestrator.cli.", "orchestrator.library.", "models.")
     if f"{target}.".startswith(LAB) and not f"{name}.".startswith(users):
-        return "code that measures; only commands and the models' own scripts import it"
+        return (
+            "code that measures; only commands, the library and the models' own scripts import it"
+        )
     if top not in ("gguf_tools", "orchestrator"):
         return None
     if name == "orchestrator" or name.startswith("models"):

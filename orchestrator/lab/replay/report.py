@@ -51,7 +51,9 @@ class ReplayOptions(Settings):
     """
 
     policy: str | None = setting(
-        None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
+        None,
+        lambda: f"The policy that decides: {', '.join(POLICIES)}.",
+        shown="as recorded",
     )
     expert_ram: int | None = setting(
         None, "Cap on the expert slots.", unit=SIZE, shown="as recorded"
