@@ -577,8 +577,10 @@ class Config(Settings):
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """Return all settings that can change the resolved plan: all except the model, those of
-        answers, and the size of the prompt cache."""
+        """Return all settings that can change the resolved plan.
+
+        They are all except the model, those of answers, and the size of the prompt cache.
+        """
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
         own = {name: getattr(self, name) for name in kept if name not in apart}

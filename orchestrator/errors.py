@@ -9,8 +9,10 @@ from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return why a step failed: the message of a MoeEdgeError, or the exception that a policy
-    raised."""
+    """Return why a step failed.
+
+    It is the message of a MoeEdgeError, or the exception that a policy raised.
+    """
     if isinstance(error, MoeEdgeError):
         return str(error)
     return f"the policy failed: {type(error).__name__}: {error}"

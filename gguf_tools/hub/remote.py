@@ -121,8 +121,10 @@ class _Reader:
                 )
 
     def _range(self, url: str, start: int, n: int) -> tuple[bytes, int]:
-        """Request n bytes from offset `start`. Return the received bytes, which can be fewer, and
-        the size of the file."""
+        """Request n bytes from offset `start`.
+
+        Return the received bytes, which can be fewer, and the size of the file.
+        """
         from huggingface_hub.errors import HTTPError
         from huggingface_hub.utils import get_session
 

@@ -1,5 +1,7 @@
-"""GPTQ for ggml's types: round the weights column by column, and adjust the remaining columns to
-compensate for each column's rounding error.
+"""GPTQ for ggml's types.
+
+Rounds the weights column by column, and adjusts the remaining columns to compensate for each
+column's rounding error.
 
 GPTQ minimizes the error of the outputs, tr((W - Q) H (W - Q)^T), where W are the weights, Q the
 quantized weights and H = sum of x x^T over the inputs x of the matrix. After column j is rounded,

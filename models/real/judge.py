@@ -69,8 +69,10 @@ def compare(
     windows: Sequence[Sequence[int]],
     threads: int | None = None,
 ) -> tuple[Values, list[Tokens]]:
-    """Return the dense model's nll of each token after the first of its window, and the tokens of
-    each other model. Raises NativeError."""
+    """Return the dense model's losses, and the tokens of each other model.
+
+    The losses are the nll of each token after the first of its window. Raises NativeError.
+    """
     threads = compute_threads(threads)
     length = max(map(len, windows))
     base: list[Values] = []

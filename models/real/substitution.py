@@ -53,9 +53,12 @@ _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a fitting text says of one layer. resident: bool [E]. factors [E, E]: the best multiple
-    of expert e's weight at which f replaces it. correlations [E, E]: squared, of their outputs.
-    scores: sorted weights of missing experts. spread: standard deviation of a logit."""
+    """What a fitting text says of one layer.
+
+    resident: bool [E]. factors [E, E]: the best multiple of expert e's weight at which f replaces
+    it. correlations [E, E]: squared, of their outputs. scores: sorted weights of missing experts.
+    spread: standard deviation of a logit.
+    """
 
     resident: Bools
     factors: Floats
@@ -125,8 +128,11 @@ def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float6
 
 
 def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
-    """Return which slots [T, k] are left out: a share `level` of the missing ones, those with the
-    smallest weights, by the quantile of the fitting text. The first choice stays."""
+    """Return which slots [T, k] are left out.
+
+    They are a share `level` of the missing ones: those with the smallest weights, by the quantile
+    of the fitting text. The first choice stays.
+    """
     found: Bools = missing.copy()
     if level < 1 and len(layer.scores):
         found &= weights <= np.quantile(layer.scores, level)
@@ -135,8 +141,11 @@ def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Boo
 
 
 def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
-    """Return for each slot [T, k] that is left out the best-ranked resident expert that the token
-    did not choose, a different one for each slot, or -1. order [T, E]: experts by rank."""
+    """Return a substitute for each slot [T, k] that is left out.
+
+    It is the best-ranked resident expert that the token did not choose, a different one for each
+    slot, or -1. order [T, E]: experts by rank.
+    """
     found = np.full(ids.shape, -1, np.int64)
     for token in np.flatnonzero(out.any(axis=1)):
         free = [f for f in order[token] if resident[f] and f not in ids[token]]

@@ -1,5 +1,6 @@
-"""Show results of `models.real.substitution`:
-`python -m models.real.substitution_table FILE.json.. [--draw FOLDER]`.
+"""Show results of `models.real.substitution`: `python -m models.real.substitution_table FILE.json..
+
+[--draw FOLDER]`.
 
 Prints one table for each file: the KL divergence of each way over that of skipping at the same
 number of experts waited for, with 95 % intervals over documents. --draw writes the KL divergences
@@ -28,8 +29,10 @@ NAME = "substitution"
 
 
 class Results:
-    """One file, with its windows drawn at random again and again. values: [draws, windows], how
-    often each draw has each window; the first draw has each one once."""
+    """One file, with its windows drawn at random again and again.
+
+    values: [draws, windows], how often each draw has each window; the first draw has each one once.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that has no windows."""

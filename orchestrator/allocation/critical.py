@@ -1,5 +1,7 @@
-"""The number of critical experts of a token, by gates and by depth (DyMoE, sections 4.2 and
-4.3)."""
+"""The number of critical experts of a token, by gates and by depth.
+
+See DyMoE, sections 4.2 and 4.3.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ def gate_order(weights: Sequence[float]) -> Sequence[int]:
 
 
 def falling(schedule: str, n_layers: int) -> list[float]:
-    """Return c(l) for every layer, a schedule that falls from 1 in the first layer to 0 in the
-    last.
+    """Return c(l) for every layer.
+
+    The schedule falls from 1 in the first layer to 0 in the last.
 
     cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2 with L = n_layers, of eq. 4. For comparison:
     linear, c(l) = 1 - l / (L-1); flat, 0 in all layers. A single layer gets 0. Raises ConfigError

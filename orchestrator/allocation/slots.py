@@ -74,8 +74,10 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and the index of the group that holds each (layer, kind, tier). total_bytes does
-    not include host_bytes, the slots in host memory next to a device."""
+    """Slot groups, and the index of the group that holds each (layer, kind, tier).
+
+    total_bytes does not include host_bytes, the slots in host memory next to a device.
+    """
 
     groups: tuple[SlotGroup, ...]
     group_of: dict[tuple[int, int, int], int]

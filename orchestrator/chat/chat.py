@@ -108,8 +108,10 @@ class Chat:
         change_model: Callable[[str], None],
         tell: Callable[[], None],
     ) -> None:
-        """change_model: lets the model of that name continue the session. tell: shows what the
-        runtime had to say since the last answer."""
+        """change_model: lets the model of that name continue the session.
+
+        tell: shows what the runtime had to say since the last answer.
+        """
         self.session = session
         self.console = console
         self.tell = tell

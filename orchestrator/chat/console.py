@@ -1,6 +1,7 @@
 """The terminal: answers on stdout, all else on stderr, and no escape code in a pipe.
 
-The only place that reads NO_COLOR and TERM."""
+The only place that reads NO_COLOR and TERM.
+"""
 
 from __future__ import annotations
 
@@ -188,14 +189,18 @@ class Console:
         self._bar_next_s = 0.0
 
     def answer(self, text: str) -> None:
-        """Write a piece of the answer to stdout; on a terminal without control characters, and
-        with lines that end between words."""
+        """Write a piece of the answer to stdout.
+
+        On a terminal, control characters are removed, and lines end between words.
+        """
         self._end_thought()
         self.write(self._wrap.feed(strip_controls(text)) if self.out_tty else text)
 
     def thought(self, text: str) -> None:
-        """Write a piece of the model's reasoning, which comes before its answer: dim on a terminal,
-        and not at all elsewhere."""
+        """Write a piece of the model's reasoning, which comes before its answer.
+
+        It is dim on a terminal, and not shown elsewhere.
+        """
         if self.out_tty:
             if not self._is_thinking and self._color:
                 sys.stdout.write(_DIM)
@@ -228,8 +233,10 @@ class Console:
 
     @contextmanager
     def quiet_keys(self) -> Iterator[None]:
-        """In the block the terminal does not show what is typed, and keeps it for the next
-        question. Ctrl-C still arrives."""
+        """Hide typed characters on the terminal during the block.
+
+        They are kept for the next question. Ctrl-C still arrives.
+        """
         before = self._tty_state()
         if before is None:
             yield
@@ -248,8 +255,11 @@ class Console:
             restore()
 
     def _tty_state(self) -> list[Any] | None:
-        """Return the modes of the terminal; None if stdin and stdout are no terminal, or if this
-        process is in the background: changing the modes would stop it."""
+        """Return the modes of the terminal.
+
+        Return None if stdin and stdout are no terminal, or if this process is in the background:
+        changing the modes would stop it.
+        """
         if not (self.in_tty and self.out_tty):
             return None
         import termios
@@ -469,8 +479,11 @@ def progress_bar(label: str) -> Iterator[ProgressBar]:
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:
-    """Return the time left, such as ", 3 min left", or the time that has passed if the share is not
-    known. Empty until that says something."""
+    """Return the time left, such as ", 3 min left".
+
+    If the share is not known, return the time that has passed. Empty at first, when neither is
+    informative.
+    """
     if fraction is None or fraction <= 0:
         return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
     if passed_s < ESTIMATE_AFTER_S or fraction >= 1:

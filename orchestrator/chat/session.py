@@ -1,6 +1,7 @@
 """A conversation: its messages, the files that hold them, and the runtime that answers.
 
-It knows no terminal."""
+It knows no terminal.
+"""
 
 from __future__ import annotations
 
@@ -271,8 +272,10 @@ class Session(Closing):
                 write_conversation(self.kept, self.messages)
 
     def stop(self) -> None:
-        """End the running answer soon, and set `stopped`; safe in a signal handler and from any
-        thread."""
+        """End the running answer soon, and set `stopped`.
+
+        Safe in a signal handler and from any thread.
+        """
         self.stopped = True
         answer = self._answer
         if answer is not None:

@@ -167,8 +167,7 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """Describe the cost of an expert that is missing on the GPU, and the choice of --misses
-    auto."""
+    """Describe the cost of an expert that is missing on the GPU, and --misses auto's choice."""
     if not copies.pinned:
         return "copied to the GPU: host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down

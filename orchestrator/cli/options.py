@@ -324,8 +324,10 @@ def make_config(options: dict[str, Any]) -> Config:
 
 
 def chat_config(options: dict[str, Any]) -> Config:
-    """Return the config that `moe-edge chat` would use with these options. Commands that plan or
-    test a model use it too."""
+    """Return the config that `moe-edge chat` would use with these options.
+
+    Commands that plan or test a model use it too.
+    """
     from orchestrator.runtime.answering import Answering
 
     return Answering().config(make_config({"remember": True, **given(options)}))
@@ -455,8 +457,10 @@ def model_path(text: str) -> Path:
 
 
 def _local(path: Path) -> Path:
-    """Return `path`. Raises GGUFError for a folder or a URL; other errors are left to the
-    reader."""
+    """Return `path`.
+
+    Raises GGUFError for a folder or a URL; other errors are left to the reader.
+    """
     if path.is_dir():
         hint = "name a GGUF file in it"
         if (path / "config.json").is_file():

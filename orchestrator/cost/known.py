@@ -87,8 +87,10 @@ class Known:
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """Return one row per model: the best precision that runs well; otherwise the fastest that
-        runs; otherwise the smallest.
+        """Return one row per model.
+
+        It is the best precision that runs well; otherwise the fastest that runs; otherwise the
+        smallest.
 
         Models that run well come first, largest first; then those that run, fastest first; then the
         others, smallest first.

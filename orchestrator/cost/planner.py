@@ -1,5 +1,7 @@
-"""The resolved plan of a model on this machine, for chat, serve, check, plan and the status
-line."""
+"""The resolved plan of a model on this machine.
+
+It serves chat, serve, check, plan and the status line.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,12 @@ class Planner:
     """Plans a model on this machine, with the records of earlier runs."""
 
     def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
-        """config: the configuration at start; its memory cap also limits measurements of this
-        machine. disk: bandwidth of the disk for a model that is not stored here. Raises ConfigError
-        if the device does not exist, and NativeError without the library."""
+        """Prepare plans for one model on this machine.
+
+        config: the configuration at start; its memory cap also limits measurements of this machine.
+        disk: bandwidth of the disk for a model that is not stored here. Raises ConfigError if the
+        device does not exist, and NativeError without the library.
+        """
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -111,8 +116,10 @@ class Planner:
 
     @cached_property
     def slow_disk(self) -> str | None:
-        """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
-        leaves no memory to measure a disk."""
+        """The note of orchestrator.cost.disk.slow_disk.
+
+        It is measured once, because a loaded model leaves no memory to measure a disk.
+        """
         return slow_disk(self._model, self._config)
 
     def runs(self, config: Config) -> Runs:
@@ -125,8 +132,10 @@ class Planner:
         return self.compared(config)
 
     def compared(self, config: Config) -> Runs:
-        """Return the resolved plan as runs does, but ignore options that the policy does not
-        use."""
+        """Return the resolved plan as runs does, but ignore options without effect.
+
+        Such options are not used by the policy.
+        """
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
             self.chosen = found.why
@@ -147,8 +156,10 @@ class Planner:
         return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
 
     def _faster(self, runs: Runs) -> Runs:
-        """Return the resolved plan of another lossless policy if it is known to be clearly faster;
-        otherwise `runs`. Measures nothing."""
+        """Return the resolved plan of another lossless policy if it is known to be clearly faster.
+
+        Otherwise return `runs`. Measures nothing.
+        """
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
         with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
@@ -164,8 +175,11 @@ class Planner:
         return runs
 
     def _loss_note(self, runs: Runs) -> str | None:
-        """Return a note on the speed-up that the default allowed loss would give to a lossless
-        conversation without a named policy; None if it is small or not known without measuring."""
+        """Return a note on the speed-up of the default allowed loss for a lossless conversation.
+
+        Return None if a policy was named, or if the speed-up is small or not known without
+        measuring.
+        """
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
         if asked or not (config.conversations and plan.absent_bytes) or runs.loses.kl != 0.0:
@@ -195,22 +209,28 @@ class Planner:
         return Runs(config, found, self.loses(found))
 
     def _possible(self, config: Config) -> Runs | None:
-        """Return the resolved plan for these settings; None if they do not fit the memory or the
-        model."""
+        """Return the resolved plan for these settings.
+
+        Return None if they do not fit the memory or the model.
+        """
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
             return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
-        """Return the memory plan for these settings. Raises what orchestrator.memory.plan.plan
-        raises, and BudgetError for a refusal."""
+        """Return the memory plan for these settings.
+
+        Raises what orchestrator.memory.plan.plan raises, and BudgetError for a refusal.
+        """
         with self._probe:
             return self._plan(config, more_scratch)
 
     def least(self, config: Config) -> int:
-        """Return the smallest cap in bytes (--ram, or --vram of a GPU) that works with these
-        settings. Raises BudgetError if none does."""
+        """Return the smallest cap in bytes that works with these settings.
+
+        The cap is --ram, or --vram of a GPU. Raises BudgetError if none works.
+        """
         with self._probe:
             request, model = PlanRequest.of(config), self._model
             found = least(self._counted(request), model, self.machine, self.history)
@@ -228,9 +248,11 @@ class Planner:
         return plan(self._counted(request), *asked)
 
     def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
-        """Return the request with memory counted by llama.cpp. whether_all_fits: count only the
-        sizes needed to decide whether everything fits. With a GPU, memory is estimated, and
-        measured when the model is loaded."""
+        """Return the request with memory counted by llama.cpp.
+
+        whether_all_fits: count only the sizes needed to decide whether everything fits. With a GPU,
+        memory is estimated, and measured when the model is loaded.
+        """
         if self.gpu:
             return request
         few, every = sizes_to_count(request, self._model)
@@ -238,8 +260,10 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: MemoryPlan) -> Foreseen:
-        """Predict the quality loss of a plan. If every expert is resident, it is the loss at the
-        start."""
+        """Predict the quality loss of a plan.
+
+        If every expert is resident, it is the loss at the start.
+        """
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
@@ -287,8 +311,10 @@ class Planner:
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """Return how much of the allowed loss each tier of the file leaves, in nats. If the table
-        lacks a tier, only the best tier leaves any."""
+        """Return how much of the allowed loss each tier of the file leaves, in nats.
+
+        If the table lacks a tier, only the best tier leaves any.
+        """
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
         if estimate is None:
@@ -298,8 +324,10 @@ class Planner:
     def candidate(
         self, times: TimeModel, runs: Runs, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """Predict the speed and the loss of a plan. asked: the settings that select it. Raises
-        NativeError."""
+        """Predict the speed and the loss of a plan.
+
+        asked: the settings that select it. Raises NativeError.
+        """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
         behind = {}
@@ -362,8 +390,10 @@ class KnownHistory(History):
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
-        measures them."""
+        """Return the estimate.
+
+        Raises ConfigError if the losses are unknown, with the command that measures them.
+        """
         return self._losses.needed(tiers)
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:

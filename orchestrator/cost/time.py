@@ -1,5 +1,6 @@
-"""Predicted seconds of a token and of a prompt under a plan, computed from the measurements of
-`orchestrator.cost.speeds` and `orchestrator.cost.disk`.
+"""Predicted seconds of a token and of a prompt under a plan.
+
+They are computed from the measurements of `orchestrator.cost.speeds` and `orchestrator.cost.disk`.
 
 A token passes the layers in sequence. The number m of misses among a layer's k experts has a
 binomial distribution. Resident experts are computed while the missing ones are read:
@@ -77,8 +78,10 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """The predicted time of one plan. n_ubatch: micro-batch size in tokens. asked: the policy is
-    called for each layer of a token."""
+    """The predicted time of one plan.
+
+    n_ubatch: micro-batch size in tokens. asked: the policy is called for each layer of a token.
+    """
 
     costs: Costs
     residency: Residency
@@ -155,8 +158,10 @@ class PlanTime:
         return total
 
     def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
-        """Return the seconds of one part of a prompt after `done` tokens. The last layer computes
-        only the experts of the prompt's last token."""
+        """Return the seconds of one part of a prompt after `done` tokens.
+
+        The last layer computes only the experts of the prompt's last token.
+        """
         costs, known = self.costs, self.residency
         dense = float(interpolated(costs.dense_s, n_tokens)) / costs.n_layers
         total = n_tokens * (done + n_tokens / 2) * costs.attention_s[n_tokens > 1]
@@ -177,8 +182,10 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds for `rows` rows from a curve over ROWS. Below the first point the curve is
-    constant; beyond the last one it is proportional to the rows."""
+    """Return the seconds for `rows` rows from a curve over ROWS.
+
+    Below the first point the curve is constant; beyond the last one it is proportional to the rows.
+    """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
 
@@ -208,8 +215,11 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return the residency if every expert is resident. tiers: the tier of each expert, [n_layers,
-    n_expert], an index of the costs' tiers, or SKIP for an expert that is always skipped."""
+    """Return the residency if every expert is resident.
+
+    tiers: the tier of each expert, [n_layers, n_expert], an index of the costs' tiers, or SKIP for
+    an expert that is always skipped.
+    """
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
     return Residency(uses, mix, present)
@@ -253,8 +263,10 @@ def cached(
 
 
 def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
-    """Return the probability of each item to be in a least-recently-used cache of n_slots, if each
-    step uses it with the probability in rates."""
+    """Return the probability of each item to be in a least-recently-used cache of n_slots.
+
+    Each step uses an item with the probability in rates.
+    """
     if np.count_nonzero(rates) <= n_slots:
         return np.where(rates > 0.0, 1.0, 0.0)
     if rates.min() == rates.max():
@@ -274,8 +286,10 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the share of experts that the first pass of a prompt over all experts finds resident,
-    and that each later pass does. share: slots per expert.
+    """Return the shares of experts that the passes of a prompt find resident.
+
+    Each pass is over all experts. The first value is for the first pass, the second for each later
+    one. share: slots per expert.
 
     A layer with its own slots computes resident experts before it replaces any. If layers share
     slots, each miss takes a slot that a later layer would have hit. After a share t of the layers,
@@ -289,8 +303,9 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the residency if missing experts with the least cost per byte are skipped, until the
-    mean cost reaches the allowed loss.
+    """Return the residency if missing experts with the least cost per byte are skipped.
+
+    Experts are skipped until the mean cost reaches the allowed loss.
 
     Skipped experts are read afterwards, so as many uses of an expert hit as without skipping.
     known: residency without skipping. expert_bytes: bytes of one read, [n_layers]. At least one of
@@ -314,8 +329,9 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return the residency that a managed plan will have. uses: as in Residency. n_cells: tokens of
-    context in use.
+    """Return the residency that a managed plan will have.
+
+    uses: as in Residency. n_cells: tokens of context in use.
 
     If every expert stays resident, each is in the tier in which its policy starts it; otherwise the
     slots are least-recently-used caches.
@@ -330,16 +346,20 @@ def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
 
 
 def spare_bytes(config: Config, model: ExpertModel) -> int:
-    """Return the memory that measurements may use temporarily before a model is loaded: most of the
-    cap, after the process."""
+    """Return the memory that measurements may use temporarily before a model is loaded.
+
+    It is most of the cap, after the process.
+    """
     free = probe().memory_bytes
     left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
-    """Return how often a token uses each expert, as in Residency, and whether earlier runs measured
-    it. Otherwise usage is uniform."""
+    """Return how often a token uses each expert, and whether earlier runs measured it.
+
+    The usage is as in Residency. If it was not measured, it is uniform.
+    """
     remembered = config.with_changes(remember=True)
     counts = UsageKeeper(remembered, model).recall()
     if counts is None:
@@ -356,16 +376,19 @@ def alike(model: ExpertModel) -> np.ndarray:
 
 
 def skewed(model: ExpertModel) -> np.ndarray:
-    """Return uses by Zipf's law, as in Residency: the n-th expert of a layer in proportion to 1 /
-    n."""
+    """Return uses by Zipf's law, as in Residency.
+
+    The n-th expert of a layer is used in proportion to 1 / n.
+    """
     ranks = np.arange(1, model.n_expert + 1)
     return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Predicts the times of plans of one model from the measured speeds of this machine's processor
-    and disk.
+    """Predicts the times of plans of one model.
+
+    The basis is the measured speed of this machine's processor and disk.
 
     uses: as in Residency. profiled: earlier runs measured uses.
     """

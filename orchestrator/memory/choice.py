@@ -30,8 +30,10 @@ ShapeOf = Callable[[tuple[FileTier, ...]], ModelShape]
 
 
 class Choice(NamedTuple):
-    """A policy and the tiers of the file that it works with, best first. skip: experts may also be
-    skipped."""
+    """A policy and the tiers of the file that it works with, best first.
+
+    skip: experts may also be skipped.
+    """
 
     policy: type[Policy]
     tiers: tuple[FileTier, ...]
@@ -90,8 +92,10 @@ def rules_of(config: Config, choice: Choice) -> Rules:
 
 
 def settings_of(config: Config, choice: Choice) -> Settings:
-    """Return the settings of the chosen policy. With --exact, raises ConfigError for settings with
-    which the policy would not be lossless."""
+    """Return the settings of the chosen policy.
+
+    With --exact, raises ConfigError for settings with which the policy would not be lossless.
+    """
     settings = config.settings_of(choice.policy)
     if not config.exact:
         return settings
@@ -106,8 +110,9 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 
 def without_effect(config: Config) -> str | None:
-    """Return a note that lower precisions have no effect with a setting that computes every expert
-    in the best tier.
+    """Return a note that lower precisions have no effect, or None.
+
+    They have none with a setting that computes every expert in the best tier.
 
     None if no lower precision was given, or if the allowed loss chooses the policy.
     """
@@ -126,8 +131,10 @@ def without_effect(config: Config) -> str | None:
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Whether llama.cpp's own path could satisfy the options, given enough memory. Raises
-    ConfigError for --policy plain with options that it cannot satisfy."""
+    """Whether llama.cpp's own path could satisfy the options, given enough memory.
+
+    Raises ConfigError for --policy plain with options that it cannot satisfy.
+    """
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:

@@ -65,8 +65,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A limit that is too small for the policy's slots, before the smallest sufficient limit is
-    known.
+    """A limit that is too small for the policy's slots.
+
+    The smallest sufficient limit is not known yet.
 
     may_divide: a plan without shared memory may still fit.
     """
@@ -118,8 +119,10 @@ class MemoryPlan:
 
     @property
     def versions(self) -> list[str]:
-        """Names of the tiers in which an expert may be computed, best first, followed by "skip" if
-        experts may be skipped."""
+        """Names of the tiers in which an expert may be computed, best first.
+
+        They are followed by "skip" if experts may be skipped.
+        """
         return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
 
     @property
@@ -141,16 +144,20 @@ class MemoryPlan:
 
     @property
     def absent_bytes(self) -> int:
-        """The size of all experts in the best tier in use minus the size of the slots; 0 if every
-        expert is resident."""
+        """The size of all experts in the best tier in use minus the size of the slots.
+
+        It is 0 if every expert is resident.
+        """
         placement = self.placement
         if placement is None or placement.wants.all_resident:
             return 0
         return max(0, placement.shape.all_slot_bytes() - placement.slots.total_bytes)
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
-        """Return how many of the next n_tokens of a prompt to compute at once after n_cells of
-        context."""
+        """Return how many of the next n_tokens of a prompt to compute at once.
+
+        They come after n_cells of context.
+        """
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     def slots_after(self, n_cells: int) -> SlotPlan | None:
@@ -190,8 +197,10 @@ def least(
 
 
 def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
-    """Plan from the file alone, without history or llama.cpp's own counts. Raises BudgetError for a
-    refusal, with the smallest limit that works."""
+    """Plan from the file alone, without history or llama.cpp's own counts.
+
+    Raises BudgetError for a refusal, with the smallest limit that works.
+    """
     return planned(plan(PlanRequest.of(config), model, machine))
 
 
@@ -217,15 +226,19 @@ def notes_of(config: Config, model: ExpertModel) -> list[str]:
 
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
-    """Return the memory that a model takes in addition to weights and KV cache, with a policy that
-    looks ahead."""
+    """Return the memory that a model takes in addition to weights and KV cache.
+
+    This is with a policy that looks ahead.
+    """
     request = PlanRequest.of(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
-    """Return the model's training context, multiplied by the number of sequences that share the KV
-    cache; 0 if the file does not state it."""
+    """Return the model's training context, multiplied by the number of sequences.
+
+    The sequences share the KV cache. Return 0 if the file does not state the training context.
+    """
     return model.hparams.context_length * (1 + request.sequences)
 
 
@@ -242,15 +255,19 @@ def micro_batches(config: Config, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the shortest and the longest context with micro-batches of n_tokens, up to `most`
-    tokens."""
+    """Return the shortest and the longest context with micro-batches of n_tokens.
+
+    The longest is at most `most` tokens.
+    """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which llama.cpp is asked to count its memory: first those that decide
-    whether everything fits, then all sizes."""
+    """Return the sizes for which llama.cpp is asked to count its memory.
+
+    First those that decide whether everything fits, then all sizes.
+    """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(config.ubatch or SIZES[0], usual)
@@ -288,8 +305,11 @@ class _Layout:
         return found
 
     def least(self, needed_bytes: int = 1) -> MemoryPlan | Refusal:
-        """Return the plan under the smallest limit that works, or a refusal if a few corrections of
-        the bound do not find it. needed_bytes: a lower bound of that limit."""
+        """Return the plan under the smallest limit that works.
+
+        Return a refusal if a few corrections of the bound do not find it. needed_bytes: a lower
+        bound of that limit.
+        """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
         without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
@@ -354,8 +374,9 @@ class _Layout:
         )
 
     def shared(self, usual: MemoryPlan) -> MemoryPlan | Refusal | None:
-        """Return a plan in which the KV cache and scratch take memory from the slots as they grow;
-        None if memory is divided once.
+        """Return a plan in which the KV cache and scratch take memory from the slots as they grow.
+
+        Return None if memory is divided once.
 
         usual: the plan with the default context. Returns a refusal that names the longest context
         if the requested one is too long.
@@ -419,8 +440,10 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the slots of a plan, a context of up to `most` tokens, scratch and prompt
-        copies share memory."""
+        """Return how the parts of a plan share memory.
+
+        The parts are its slots, a context of up to `most` tokens, scratch and prompt copies.
+        """
         config, placement = self.config, plan.placement
         assert placement is not None
         fewest = place(
@@ -451,8 +474,9 @@ class _Layout:
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[MemoryPlan], int], n_tokens: int, most: int) -> Line:
-        """Return one part of a plan's memory as a line: bytes for an empty context, and bytes per
-        cell.
+        """Return one part of a plan's memory as a line.
+
+        The line is bytes for an empty context, and bytes per cell.
 
         The part is a maximum of sums that grow linearly with the context, so it is never above the
         line from the shortest to the longest context.
@@ -503,8 +527,11 @@ class _Layout:
         return max(0, min(room.kv_bytes + marks, most))
 
     def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan | Refusal:
-        """Return the plan with the first of these (plan without slots, prompt cache size) pairs
-        that is large enough; the last refusal if none is."""
+        """Return the plan with the first large enough of these pairs.
+
+        A pair is (plan without slots, prompt cache size). Return the last refusal if none is large
+        enough.
+        """
         for each in rooms:
             found = self.plan_in(*each)
             if isinstance(found, MemoryPlan):
@@ -512,8 +539,10 @@ class _Layout:
         return found
 
     def plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan | Refusal:
-        """Complete a plan without slots: on llama.cpp's own path if that fits or is requested,
-        otherwise with an expert store."""
+        """Complete a plan without slots.
+
+        It uses llama.cpp's own path if that fits or is requested, otherwise an expert store.
+        """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
@@ -562,8 +591,11 @@ class _Layout:
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
     def _host_bytes(self, room: MemoryPlan, placement: Placement) -> int | Refusal:
-        """Return the size of the expert cache in host memory with a device: the memory left over,
-        up to the size of all experts. Returns a refusal if not even reads in flight fit."""
+        """Return the size of the expert cache in host memory with a device.
+
+        It is the memory left over, up to the size of all experts. Return a refusal if not even
+        reads in flight fit.
+        """
         config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
@@ -601,8 +633,10 @@ class _Layout:
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: MemoryPlan, placement: Placement) -> Refusal:
-        """Return the refusal of a budget below the policy's minimum. placement: the placement with
-        the fewest slots."""
+        """Return the refusal of a budget below the policy's minimum.
+
+        placement: the placement with the fewest slots.
+        """
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
@@ -619,8 +653,10 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest limit that works and its context, or
-        --cache-ram if the model fits without it."""
+        """Return the refusal that names the smallest limit that works and its context.
+
+        If the model fits without --cache-ram, the refusal names that option instead.
+        """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):
             return plan

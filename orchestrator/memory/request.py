@@ -1,5 +1,7 @@
-"""The input of the memory planner: the user's configuration, the needs of a front end, and memory
-counted by llama.cpp."""
+"""The input of the memory planner.
+
+It consists of the user's configuration, the needs of a front end, and memory counted by llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ class Counted:
 
     @classmethod
     def of(cls, sizes: Iterable[Size], count: Callable[[int, int], Size | None]) -> Counted:
-        """Count several sizes. count: returns the bytes of KV cache and scratch for a context
-        length and a micro-batch size, or None if llama.cpp cannot count them."""
+        """Count several sizes.
+
+        count: returns the bytes of KV cache and scratch for a context length and a micro-batch
+        size, or None if llama.cpp cannot count them.
+        """
         found: dict[int, list[tuple[int, int, int]]] = {}
         for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
             counted = count(n_ctx, n_tokens)
@@ -38,8 +43,10 @@ class Counted:
         return cls(found)
 
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
-        """Return the bytes of KV cache and scratch; None if nothing was counted for this
-        micro-batch size."""
+        """Return the bytes of KV cache and scratch.
+
+        Return None if nothing was counted for this micro-batch size.
+        """
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
             return points[0][1:] if points else None

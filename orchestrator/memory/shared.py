@@ -13,8 +13,10 @@ Line = tuple[int, float]  # bytes for an empty context, and bytes per cell
 
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
-    """Return the longest context, in whole steps of tokens and up to `most`, that is not too long;
-    0 if there is none. too_long must be monotonic in the length."""
+    """Return the longest context, in whole steps of tokens and up to `most`, that is not too long.
+
+    Return 0 if there is none. too_long must be monotonic in the length.
+    """
     steps = range(1, -(-most // step) + 1)
     fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
     return min(most, fitting * step)
@@ -68,8 +70,10 @@ class SharedMemory:
         return int(cache_bytes / self.cell_bytes)
 
     def longest(self, most: int) -> int:
-        """Return the longest context up to `most` tokens at whose end the policy still has its
-        minimum slots; 0 if there is none."""
+        """Return the longest context that leaves the policy its minimum slots at its end.
+
+        It has at most `most` tokens. Return 0 if there is none.
+        """
         at_once, least = min(self.scratch), self.least_slots
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 

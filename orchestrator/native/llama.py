@@ -216,15 +216,19 @@ class Model:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a sequence cannot be truncated at all, because recurrent layers only store their
-        latest state."""
+        """Whether a sequence cannot be truncated at all.
+
+        Recurrent layers only store their latest state.
+        """
         api, handle = self.api, self.handle
         return bool(api.llama_model_is_recurrent(handle) or api.llama_model_is_hybrid(handle))
 
     @property
     def has_part(self) -> bool:
-        """Whether a sequence cannot be truncated at every position, because of a sliding window or
-        recurrent layers."""
+        """Whether a sequence cannot be truncated at every position.
+
+        The reason is a sliding window or recurrent layers.
+        """
         return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
@@ -310,10 +314,11 @@ class LlamaContext:
         kv: str = DEFAULT_KV,
         **more: Any,
     ) -> None:
-        """outputs: tokens of one sequence that may have logits in a step. flash_attention: False
-        keeps the attention weights in the graph. on_gpu: whether the KV cache is on the GPU, like
-        the model. sequences: number of sequences in addition to number 0. kv: type of the KV cache,
-        from KV_TYPES. more: fields of llama_context_params, set last.
+        """outputs: tokens of one sequence that may have logits in a step.
+
+        flash_attention: False keeps the attention weights in the graph. on_gpu: whether the KV
+        cache is on the GPU, like the model. sequences: number of sequences in addition to number 0.
+        kv: type of the KV cache, from KV_TYPES. more: fields of llama_context_params, set last.
 
         Raises NativeError.
         """
@@ -451,8 +456,10 @@ class LlamaContext:
         return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
 
     def forget_from(self, pos: int, sequence: int = 0) -> bool:
-        """Drop the KV cells of a sequence from a position on. Returns False if its memory cannot be
-        truncated there."""
+        """Drop the KV cells of a sequence from a position on.
+
+        Returns False if its memory cannot be truncated there.
+        """
         return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
 
     def forget_all(self) -> None:

@@ -59,8 +59,10 @@ def known_policies() -> tuple[str, ...]:
 
 
 def policy_settings() -> Mapping[str, Setting]:
-    """Return every setting of every policy, by name. Policies that have the same setting share its
-    declaration."""
+    """Return every setting of every policy, by name.
+
+    Policies that have the same setting share its declaration.
+    """
     found: dict[str, Setting] = {}
     for policy in POLICIES.values():
         for name, declared in policy.Settings.declared().items():

@@ -1,5 +1,7 @@
-"""Base class of policies that place experts by their recent usage and change tiers in the
-background."""
+"""Base class of policies that place experts by their recent usage.
+
+Such policies change tiers in the background.
+"""
 
 from __future__ import annotations
 

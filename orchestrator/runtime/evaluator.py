@@ -191,8 +191,9 @@ class Evaluator:
         self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
-        """Evaluate one more token of each of several sequences, 0 to config.sequences - 1, in one
-        step.
+        """Evaluate one more token of each of several sequences in one step.
+
+        Sequences are 0 to config.sequences - 1.
 
         Returns a copy of their logits, float32 [len(tokens), n_vocab]. A step that fails leaves the
         sequences as they were. Raises ConfigError for sequences that cannot share a step and for a

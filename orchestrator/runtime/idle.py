@@ -50,8 +50,11 @@ class Idle:
     def start(
         self, wanted: Sequence[Transition], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Start to read experts, and end after the last one or at the first one that fails; the
-        token that needs that expert reports why. settle: returns when no step is computed."""
+        """Start to read experts.
+
+        Reading ends after the last one or at the first one that fails; the token that needs that
+        expert reports why. settle: returns when no step is computed.
+        """
         self.stop()
         if not wanted:
             return

@@ -56,8 +56,10 @@ class Loaded:
         return self.runs.plan
 
     def warm_up(self) -> None:
-        """Compute a micro-batch and a token with few experts per layer, and forget them, so that
-        the GPU memory of the kernels is allocated."""
+        """Compute a micro-batch and a token with few experts per layer, and forget them.
+
+        This allocates the GPU memory of the kernels.
+        """
         with self.driver.warmup_mode():
             # The token comes first: after a prompt, policies would prepare an answer for it.
             for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
@@ -106,8 +108,10 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """The tables of the dense weights that stay on disk if experts are managed, as a text; ""
-        if there are none."""
+        """The tables of the dense weights that stay on disk if experts are managed, as a text.
+
+        Empty if there are none.
+        """
         return self._model.lookup_text
 
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
@@ -147,8 +151,10 @@ class Loader:
         return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
 
     def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
-        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included;
-        negative if it takes less. free_before: free bytes before it was loaded."""
+        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included.
+
+        Negative if it takes less. free_before: free bytes before it was loaded.
+        """
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 

@@ -50,8 +50,10 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
-    """Return how much of the context is used, estimated from the memory of its KV cells. Empty if
-    it is none or not known."""
+    """Return how much of the context is used, estimated from the memory of its KV cells.
+
+    Empty if it is none or not known.
+    """
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
         return f"{n} in use" if n else ""
@@ -129,9 +131,11 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """store: None on llama.cpp's own path, which has nothing to count. tiers: names of the
-        tiers in use, best first. skip: whether experts may be skipped. losses: None if the loss of
-        lower tiers is not known."""
+        """store: None on llama.cpp's own path, which has nothing to count.
+
+        tiers: names of the tiers in use, best first. skip: whether experts may be skipped. losses:
+        None if the loss of lower tiers is not known.
+        """
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None

@@ -430,8 +430,10 @@ class Runtime(Closing):
         return until_now
 
     def _failure(self) -> str | None:
-        """Return why the last step failed, in a sentence; None if nothing says why. A changed file
-        comes first, because what the store reads of it looks like damage."""
+        """Return why the last step failed, in a sentence; None if nothing says why.
+
+        A changed file comes first, because what the store reads of it looks like damage.
+        """
         if fault := self.fault():
             return fault
         driver = self._loaded.driver
@@ -554,8 +556,11 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return why answers are wrong from now on, because a model file was written to; "" if they
-        are right. `say` gets a sentence about each change once."""
+        """Return why answers are wrong from now on.
+
+        The reason is that a model file was written to. Return an empty text if answers are right.
+        `say` gets a sentence about each change once.
+        """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
             self._said = sentence

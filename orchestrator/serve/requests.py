@@ -1,5 +1,7 @@
-"""Prepares a request for llama.cpp's server: checks its fields, limits its costs, and translates
-fields that llama.cpp does not read."""
+"""Prepares a request for llama.cpp's server.
+
+Checks its fields, limits its costs, and translates fields that llama.cpp does not read.
+"""
 
 from __future__ import annotations
 
@@ -588,8 +590,10 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not
-    possible."""
+    """Return an answer's schema as llama.cpp enforces it.
+
+    Raises Refusal if that is not possible.
+    """
     made, lost = rewritten(schema, where)
     if lost:
         raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")

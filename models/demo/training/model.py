@@ -93,8 +93,9 @@ class DemoModel(nn.Module):
     def hidden(
         self, tokens: Tensor, doc: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the final hidden states [B, T, d], the balance loss, and the load of each expert
-        [L, E].
+        """Return the final hidden states, the balance loss, and the load of each expert.
+
+        Shapes: [B, T, d], a scalar, and [L, E].
 
         doc: [B, T], number of the document to which each token of a row belongs. A token only
             attends to earlier tokens of its own document.
@@ -137,8 +138,10 @@ class DemoModel(nn.Module):
     def loss(
         self, tokens: Tensor, doc: Tensor, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert [L,
-        E]."""
+        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert.
+
+        The load is [L, E].
+        """
         h, aux, load = self.hidden(tokens, doc)
         keep = weight.reshape(-1).nonzero().squeeze(-1)
         # Padding to whole chunks keeps the shape of the compiled loss fixed.
