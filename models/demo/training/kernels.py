@@ -74,7 +74,7 @@ def _attention_in(
     sin: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] of K KV heads with G queries each."""
+    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] of K heads with G queries."""
     heads, kv_heads, head_dim, eps = dims
     batch, length, _ = x.shape
     group = heads // kv_heads
