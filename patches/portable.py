@@ -99,7 +99,7 @@ def digest_of_patches() -> str:
 def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
     """Build the wheel for the machine type of the compiler's target, and return its path.
 
-    Only what has changed is compiled. Raises BuildError.
+    Only changed sources are compiled. Raises BuildError.
     """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     machine = _printed(tools.cc, "-dumpmachine").partition("-")[0]

@@ -376,8 +376,8 @@ POOL_ALIGNMENT = 256
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
     """Return the size of a slot in GPU memory.
 
-    The slot has room for the expert's weights and for the bytes after them that kernels may read,
-    rounded up to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
+    The slot holds the expert's weights and the bytes after them that kernels may read, rounded up
+    to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
     """
     block = BLOCK[ggml_type]
     if block.weights == 1:

@@ -1,8 +1,8 @@
 """Compare models with a dense one: `python -m models.real.judge FILE --dense F16.gguf --data DIR`.
 
-Every model reads the same windows on llama.cpp's own path, each window at once. For each model:
-the KL divergence from the dense model in nats a token, how often the most likely token is the same,
-and its perplexity over the dense model's, with 95 % intervals over documents.
+Every model reads the same windows on llama.cpp's own path, each window at once. For
+each model, report the KL divergence from the dense model in nats a token, how often the most likely
+token is the same, and the ratio of the perplexities. Each has a 95 % interval over documents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.lab.observe import Observer, observe
 
 Values = npt.NDArray[np.float64]
 DRAWS = 2000
-# What a dense-equal model promises: nats a token, and the share of tokens.
+# The limits for a model that equals the dense one: nats a token, and the share of equal tokens.
 MOST_KL, LEAST_SAME = 1e-5, 0.999
 
 

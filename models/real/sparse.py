@@ -1,8 +1,8 @@
 """Write the sparse model: the neurons of a dense one as experts and shared experts.
 
-The architecture is `bailingmoe`. It has the dense model's rotary embeddings, shared experts beside
-the routed ones, and weights that are normalised and scaled. With the scale k and router logits
-close to 0, each of the k chosen experts has a weight close to 1.
+The architecture is `bailingmoe`. It has the dense model's rotary embeddings, shared experts in
+addition to the routed ones, and weights that are normalised and scaled. With the scale k and router
+logits close to 0, each of the k chosen experts has a weight close to 1.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 _ROUNDS = 25
 # Standard deviation of a router's logits over tokens and experts. It is so small that the weights,
-# which are normalised and multiplied by k, are all close to 1, and so large that their order in
+# which are normalised and multiplied by k, are all close to 1. It is so large that their order in
 # single precision is that of the logits.
 LOGIT_SPREAD = 2.0**-12
 # Ridge of the router's regression, as a share of the mean square of an input.
@@ -106,7 +106,7 @@ def split_layers(
     shape: SplitShape,
     progress: Progress,
 ) -> list[Groups]:
-    """Return the groups of each layer, by what `dense` computes on the windows."""
+    """Return the groups of each layer, from the activations of `dense` on the windows."""
     shape.shared(model.n_ff)
     columns = [np.linalg.norm(model.ffn(layer, "down"), axis=0) for layer in range(model.n_layers)]
     seen: list[list[npt.NDArray[np.float16]]] = [[] for _ in columns]

@@ -7,8 +7,9 @@ chose and that is not resident is missing. The first choice of a token is always
 other missing experts, those with the smallest weights are left out, at several levels. Each way to
 leave them out gives a KL divergence from the same model with all experts, in nats a token.
 
-Every decision depends on one token and on the fixed residents, never on other tokens of its batch,
-so a window that is read at once gives what a run token by token gives (`--stepped` computes that).
+Every decision depends on one token and on the fixed residents, never on other tokens of its batch.
+A window that is read at once therefore gives the result of a run token by token (`--stepped`
+computes that).
 Finished windows are kept in FILE.json, and a run that was interrupted continues there.
 """
 
@@ -53,7 +54,7 @@ _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a fitting text says of one layer.
+    """Statistics of one layer on a fitting text.
 
     resident: bool [E]. factors [E, E]: the best multiple of expert e's weight at which f replaces
     it. correlations [E, E]: squared, of their outputs. scores: sorted weights of missing experts.
@@ -234,7 +235,7 @@ class Decider:
         return bool(self.choice.way) and _NODE.fullmatch(node.name) is not None
 
     def seen(self, node: Node) -> None:
-        """Handle a router's node: remember its input, then change what it chose."""
+        """Handle a router's node: remember its input, then change its choice."""
         found = _NODE.fullmatch(node.name)
         if found is None:
             return
@@ -257,7 +258,7 @@ def fit(
     n_resident: int,
     threads: int | None = None,
 ) -> list[Layer]:
-    """Read a fitting text, and return what it says of each layer."""
+    """Read a fitting text, and return its statistics of each layer."""
     n, layers = experts.n_expert, len(experts.layer_ids)
     counts = np.zeros((layers, n))
     # Over tokens that chose e and not f, by the square of e's weight: products of both outputs.

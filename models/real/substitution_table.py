@@ -85,7 +85,7 @@ class Results:
 
     @property
     def title(self) -> str:
-        """What the results are of."""
+        """A title that names the model and the texts of the results."""
         each = self.found
         return (
             f"{each['model']}, {each['text']}, {each['n_used']} of {each['n_expert']} experts, "

@@ -2,7 +2,7 @@
 
 See Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers".
 
-Minimise the sum over layers l and experts e of w[l, e] L[l, e](t) under the condition that the
+Minimise the sum over layers l and experts e of w[l, e] L[l, e](t). The condition is that the
 slots of all experts take at most B bytes. w is the usage of an expert, and L its loss in tier t. At
 a given price per byte, only tiers on the lower convex hull of an expert's (bytes, loss) points can
 be optimal. The edges of all hulls, sorted by falling slope, form the hull of the whole model. The

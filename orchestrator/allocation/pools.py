@@ -154,11 +154,11 @@ class TierPools:
     """The pools of a plan with several `Places`; each tier belongs to one of them.
 
     If all places but the first have reserve slots, every assignment with the same number of experts
-    per place can be reached from any other one, moving each expert once. Proof: a move within a
-    place takes a reserve slot and returns one. Suppose that some experts still have to move. If the
-    wanted pools are full, each of them holds an expert that must leave it, and another pool of
-    these places holds fewer experts than it should. If none is full, only moves to the first place
-    are left; one of its own experts must leave then, and finds a slot.
+    per place can be reached from any other assignment, moving each expert once. Proof: a move
+    within a place takes a reserve slot and returns one. Suppose that some experts still have to
+    move. If the wanted pools are full, each of them holds an expert that must leave it, and another
+    pool of these places holds fewer experts than it should. If none is full, only moves to the
+    first place are left; one of its own experts must leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
@@ -212,9 +212,10 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return the moves of experts at rest towards their wanted tiers, as far as slots are free.
+        """Return the moves of experts at rest towards their wanted tiers.
 
-        Moves to lower tiers come first, because they free better slots; then by falling gain.
+        Each move has a free slot. Moves to lower tiers come first, because they free better slots;
+        then by falling gain.
 
         wanted, resident, target: uint8 [n_layers, n_expert], the latter two as in StepReport.
         gains: float64 [n_layers, n_expert].

@@ -158,7 +158,7 @@ KINDS = {
     "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
     "speed": "how fast this machine computes and reads, measured again when it is needed",
     "source": "the source of llama.cpp with our patches",
-    "tuned": "what policies tuned, of each model",
+    "tuned": "settings that policies tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
     "wheels": "llama.cpp as it was built, for other environments",
 }

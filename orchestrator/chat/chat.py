@@ -53,7 +53,7 @@ _BAR = 10  # of /memory, in characters
 def _follow(
     session: Session, console: Console, answer: Iterator[Piece], shown: bool
 ) -> tuple[str, str]:
-    """Show an answer as it comes, if it is to be shown, until Ctrl-C stops it.
+    """Show an answer as it comes if `shown` is set, until Ctrl-C stops it.
 
     Returns the text of the answer, and that of the reasoning before it.
     """

@@ -157,7 +157,7 @@ def strip_controls(text: str) -> str:
 
 
 class Console:
-    """stdin, stdout and stderr of a conversation, and what each of them can show."""
+    """stdin, stdout and stderr of a conversation, and their abilities."""
 
     def __init__(self) -> None:
         # A character that the terminal's encoding lacks must not end the answer.
@@ -278,7 +278,7 @@ class Console:
         self.notes.flush()
 
     def explain(self, groups: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """Write names and what they mean, in groups with a heading."""
+        """Write names and their meanings, in groups with a heading."""
         self.note(explained(groups, shutil.get_terminal_size().columns))
 
     def fields(self, fields: list[str]) -> None:
@@ -294,7 +294,7 @@ class Console:
         self.note(line)
 
     def error(self, text: str) -> None:
-        """Write one sentence about what went wrong to stderr."""
+        """Write one sentence about an error to stderr."""
         self.end_bar()
         sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()

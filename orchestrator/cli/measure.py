@@ -63,7 +63,7 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: a benchmark itself, and the group of the other ones."""
+    """`moe-edge bench`: a benchmark itself, and the group of the other benchmarks."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:

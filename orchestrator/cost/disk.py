@@ -406,7 +406,7 @@ def slow_disk(model: ExpertModel, config: Config) -> str | None:
     kind = slow_kind(model.path)
     if kind is None:
         return None
-    with suppress(OSError):  # loading says what is wrong with it
+    with suppress(OSError):  # loading reports the error
         speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (

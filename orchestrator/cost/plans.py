@@ -258,9 +258,9 @@ def _settings_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of one policy's plans.
 
-    A policy with a lossless form yields that form in each of the tiers `names`, and each of these
-    tiers with the requested low tier, or with the next lower tier and with skipping. Another policy
-    chooses its own tiers, if the file has several.
+    A policy with a lossless form yields that form in each of the tiers `names`. It also yields each
+    of these tiers with the requested low tier, or with the next lower tier and with skipping.
+    Another policy chooses its own tiers, if the file has several.
     """
     mixes = policy.precisions.most > 1
     if policy.precisions.lossless is None:

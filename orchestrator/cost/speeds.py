@@ -217,8 +217,8 @@ class Speeds(Closing):
 
         pool_bytes: weights that a timing may take, at most POOL_BYTES; results with fewer are not
         kept. measures: if False, a product that was not measured before raises NativeError. rough:
-        for models that are not on this machine, one product of each type and layout stands for all
-        of them, scaled by bytes, with up to _ROUGH_ROWS rows, and is timed once.
+        the model is not on this machine. One product of each type and layout, with up to
+        _ROUGH_ROWS rows, is timed once, and stands for all others, scaled by bytes.
         """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)

@@ -235,8 +235,8 @@ def cached(
     """Return the residency of experts in least-recently-used caches with the slots of a plan.
 
     mix, foreseen: as in Residency. Uses are assumed to be independent. An expert is then resident
-    if it was used within the last t tokens, with probability 1 - (1 - p)^t, where t is chosen so
-    that the expected number of resident experts equals the number of slots (Che, Tung and Wang
+    if it was used within the last t tokens, with probability 1 - (1 - p)^t. t is chosen so that the
+    expected number of resident experts equals the number of slots (Che, Tung and Wang
     2002). A use in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix

@@ -141,7 +141,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 
 
 def forget_files(paths: Iterable[Path]) -> str:
-    """Evict files from the page cache. Returns "" or a sentence about what failed."""
+    """Evict files from the page cache. Returns "" or a sentence about the failure."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -20,8 +20,8 @@ from orchestrator.native import Library, ProductTime, Slices, StoreSpec
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 # The share of resident experts from which the CPU's own layout is used. A token also waits for the
-# conversion of a missing expert, so reading experts from disk is slower with this layout, even for
-# types where one use compensates for it (docs/experiments/layouts.md).
+# conversion of a missing expert. Reading experts from disk is therefore slower with this layout,
+# even for types whose first use compensates for it (docs/experiments/layouts.md).
 RESIDENT_SHARE = 0.99
 
 

@@ -27,8 +27,8 @@ from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import UNKNOWN, History, Placement, place
 
 # The share of the memory left after the dense weights that the KV cache may take. The expert cache
-# hits about as often with the other fifteen sixteenths, and a step reads the KV cache only as far
-# as it is filled.
+# hits about as often with the other fifteen sixteenths, and a step reads only the filled part of
+# the KV cache.
 SHARE = 1 / 16
 
 # How often an answer reads an expert without a slot, per token of its prompt and relative to the
@@ -423,7 +423,7 @@ class _Layout:
         """Return a plan with fixed parts.
 
         It has the requested context and prompt cache. If they were not requested, it uses sizes
-        that cost little, or smaller ones if the policy's slots do not fit beside them. The
+        that cost little, or smaller ones if the policy's slots do not fit otherwise. The
         micro-batch size is the one with which the tokens of a prompt and its answer read the fewest
         bytes; if no expert is absent, it is the smallest.
         """
@@ -489,7 +489,7 @@ class _Layout:
     def _longer(self, least: MemoryPlan) -> MemoryPlan:
         """Return the plan with the context that is used if none was requested.
 
-        If everything fits beside the minimum context, it still fits beside this one. A conversation
+        If everything fits with the minimum context, it still fits with this one. A conversation
         gets the longest such context, because it takes no memory until it is used.
         """
         left = least.cap_bytes - least.fixed_bytes

@@ -48,10 +48,10 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
     ram_bytes: cap on all memory of the model, as in --ram.
 
     The best tier is the model's own if it is quantized, otherwise Q8_0, which counts as lossless.
-    If the whole model fits in it, it is the only tier. If every expert fits in some type, the lower
-    tiers are those that an allocation over all types gives to at least a minimum share of the
-    experts, with usage times loss as uneven as on the demo model. If no type fits, experts are read
-    from disk while decoding, in the high or low tier.
+    If the whole model fits in it, it is the only tier. If every expert fits in some type, an
+    allocation over all types is computed, with usage times loss as uneven as on the demo model. The
+    lower tiers are those that it gives to at least a minimum share of the experts. If no type fits,
+    experts are read from disk while decoding, in the high or low tier.
 
     Raises BudgetError if the memory is too small for that.
     """

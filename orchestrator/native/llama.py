@@ -152,9 +152,9 @@ class Model:
         """Load a model from a GGUF file.
 
         managed: expert tensors become placeholders for the native store, in buffer_type or else in
-        the host's; rows of lookup tables are read from the file when needed. gpu: number of the
-        GPU that everything is loaded to; None for none. no_data: allocate no memory for the model
-        and its contexts; contexts then report what they would need. overrides: metadata that
+        the host's; rows of lookup tables are read from the file when needed. gpu: number of the GPU
+        that everything is loaded to; None for none. no_data: allocate no memory for the model and
+        its contexts; contexts then report the memory that they would need. overrides: metadata that
         replaces the file's, by key. more: fields of llama_model_params, set last.
 
         Raises NativeError with the library's reason, and any exception of `progress`.

@@ -261,7 +261,7 @@ class Policy:
 
     This table is the whole contract:
 
-    | member | what it is |
+    | member | meaning |
     |---|---|
     | about | required: the declarations of the policy |
     | place | required: divides a budget into slots; pure |

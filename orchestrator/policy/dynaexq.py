@@ -278,10 +278,10 @@ class DynaExq(Learning):
     Each update computes a new score S of each expert (see `Learning`), the share of tokens that use
     it.
 
-    An expert outside the hot set replaces one inside if it is among the n_l hottest, the other one
-    is not among the n_l + rank_slack hottest, and S differs by more than hysteresis times the
-    layer's mean S. The slack is 0 by default, because it keeps an unused expert in the hot set as
-    long as the experts outside are used even less.
+    An expert outside the hot set replaces one inside under three conditions. It is among the n_l
+    hottest; the expert inside is not among the n_l + rank_slack hottest; and S differs by more than
+    hysteresis times the layer's mean S. The slack is 0 by default, because it keeps an unused
+    expert in the hot set as long as the experts outside are used even less.
 
     If the low copies alone do not fit, they are cached instead (`caching`): each layer evicts the
     least recently used copy, and tokens wait for misses. A part of the slots still holds high

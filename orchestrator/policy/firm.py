@@ -12,7 +12,7 @@ is not measured; the loss of eq. 11 replaces it:
     L = waste_weight * n_unused + miss_weight * (n_miss - n_hit)
 
 n_unused: prefetched experts that are not used. n_miss: used experts that were not expected. n_hit:
-those of n_miss that are resident, so that the difference is what is read on demand. Only the first
+those of n_miss that are resident, so that the difference is read on demand. Only the first
 n matrices of an expert are prefetched. Each of them counts as 1/n, separately. The other matrices
 are read on demand whatever K and P are, and do not count.
 """
@@ -179,7 +179,7 @@ class Climb:
     successive intervals, whose noise is larger than the difference between neighbours. After
     `patience` updates without a step the search reverses its direction, and after two reversals it
     changes the axis, so it explores the plane in both directions. In the paper's form, K or P only
-    grows while the other one falls. A step outside 1 .. k or 1 .. depth is a reversal.
+    grows while the other falls. A step outside 1 .. k or 1 .. depth is a reversal.
 
     seen: the pairs that the search visited or compared; the final step chooses among them.
     """

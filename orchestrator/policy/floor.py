@@ -343,7 +343,7 @@ class Floor(Policy):
         name="floor",
         summary=(
             "The user sets the allowed quality loss. Missing experts are skipped or computed in "
-            "the low tier where that saves the most reading; resident experts are skipped last."
+            "the low tier if that saves the most reading; resident experts are skipped last."
         ),
         Settings=FloorSettings,
         reason="decides by the loss that is allowed",
@@ -365,7 +365,7 @@ class Floor(Policy):
         """Give each layer the same number of slots, in one group per (layer, kind, tier).
 
         Low copies get the share low_share of the budget, as long as one high copy per layer fits
-        beside them.
+        next to them.
         """
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers

@@ -1,4 +1,4 @@
-"""One answer of the runtime: what has come of it, how to end it, and what it cost."""
+"""One answer of the runtime: its parts so far, its cost, and how to end it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Answer:
         return self._from
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what has come since the last call, and whether that was all.
+        """Return the parts since the last call, and whether the answer is complete.
 
         A stream comes as whole events; any other answer comes as one part.
         """
@@ -259,7 +259,7 @@ class Answer:
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return what an answer cost that was read to its end or cancelled.
 
-        mode and policy: what runs, and what the policy reports of itself.
+        mode and policy: the status line, and the policy's report.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]

@@ -23,7 +23,7 @@ class History:
         return placement.make(self._planner.history)
 
     def learn(self, driver: NoopDriver) -> None:
-        """Add the counts of the driver's store and what its policy has learned."""
+        """Add the counts of the driver's store and the state that its policy has learned."""
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:
             self._planner.hotness.learn(learned.hotness)

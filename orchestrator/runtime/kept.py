@@ -197,7 +197,7 @@ class KeptConversations:
 
         def write(path: Path) -> Stored | None:
             n_bytes, n_tokens, parts = self._native.save(sequence, path)
-            # llama.cpp empties a sequence to make room for others.
+            # llama.cpp empties a sequence to free memory for others.
             return Stored(n_bytes, parts) if n_tokens == n else None
 
         self._folder.save(self._key, held, self._native.has_part, marks, write)

@@ -117,9 +117,9 @@ class Loader:
     def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
         """Load a plan.
 
-        On a GPU the model is loaded again if a prompt and a token took more memory than planned,
-        which would break the cap, or much less, which experts could use. Raises MoeEdgeError, and
-        leaves nothing loaded then.
+        On a GPU the model is loaded again if a prompt and a token took more memory than planned.
+        That would break the cap. It is also loaded again if they took much less, which experts
+        could use. Raises MoeEdgeError, and leaves nothing loaded then.
         """
         if not self.on_gpu:
             return self._load(runs, progress)

@@ -233,9 +233,10 @@ class PromptFolder:
     ) -> tuple[Mark, ...] | None:
         """Checks a file, and lets read_state read llama.cpp's part of it.
 
-        Returns the latest marks that have at most so many bytes, or all of them without their parts
-        if that is None. Returns None for a file that is damaged, which is dropped, for one that has
-        no room, which is left to a later run, and for one that is gone.
+        Returns the latest marks that have at most `most_bytes` bytes, or all of them without their
+        parts if that is None. Returns None for a file that is damaged, which is dropped, and for
+        one that is gone. Returns None, too, if memory is too small for a file, which is kept for a
+        later run.
         """
         try:
             with open(listed.path, "rb") as file:
@@ -428,7 +429,7 @@ def _plain(stored: np.ndarray) -> np.ndarray:
 
 
 def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int | None) -> tuple[Mark, ...]:
-    """Return the latest marks that have room, or all of them without their parts.
+    """Return the latest marks within most_bytes, or all of them without their parts.
 
     Raises OSError.
     """

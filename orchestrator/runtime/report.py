@@ -1,4 +1,4 @@
-"""Describes a loaded model: its status line, its memory, and what its store did."""
+"""Describes a loaded model: its status line, its memory, and its store's statistics."""
 
 from __future__ import annotations
 

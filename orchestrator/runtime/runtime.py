@@ -109,7 +109,7 @@ class Runtime(Closing):
     ) -> None:
         self._answering, self._say = answering, say
         self._compared = compared
-        # Who may compute: answers, or one evaluator.
+        # The users that may compute: answers, or one evaluator.
         self._turns = threading.Condition()
         self._running: list[Answer] = []
         self._requests = set[NativeRequest]()  # of answers that have not ended
@@ -299,9 +299,9 @@ class Runtime(Closing):
     ) -> Answer:
         """Start to answer a request in the form of llama.cpp's server.
 
-        route: whose form it has. sequences: those into which its prompts are read. settings: of the
-        policy, until another request brings others; None for the usual ones. forget: sequences that
-        drop what they hold before it begins, for want of room.
+        route: the path whose form the body has. sequences: those into which its prompts are read.
+        settings: of the policy, until another request brings others; None for the usual ones.
+        forget: sequences that drop their tokens before it begins, because memory is short.
 
         Raises NativeError for a route that does not exist and without memory, and OSError if no
         threads or file descriptors are left.

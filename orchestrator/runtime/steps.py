@@ -167,7 +167,7 @@ class Steps:
             self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
-        """As step, for one token of each of several sequences."""
+        """Compute a step, as `step` does, with one token of each of several sequences."""
         work = self._sequences
         work.check(tokens, numbers)
         good = self._run(

@@ -779,8 +779,8 @@ def settle_length(
     """Limit an answer that shares the context, and return the number of KV cells to reserve.
 
     An answer without a limit may fill its slot's even share of the context, and gets at least
-    RESERVED_TOKENS if the context has so many. n_answers: answers to one prompt. Raises Refusal if
-    the prompt is too long, like check_length.
+    RESERVED_TOKENS if the context is that large. n_answers: answers to one prompt. Raises Refusal
+    if the prompt is too long, like check_length.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)

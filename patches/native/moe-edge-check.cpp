@@ -34,7 +34,7 @@ std::string moe_edge_store::check() {
             }
             // The order of the two calls matters: both results only ever change from false to true.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
-                return format("group %zu, slot %d: a copy overtook what it comes behind", g, i);
+                return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }
         }
         in_use += pool.in_use() * pool.slot_bytes;

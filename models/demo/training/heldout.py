@@ -3,7 +3,7 @@
 `python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
 [--documents FILE.jsonl] [--calibration FILE.jsonl] [--loss-text FILE.jsonl]` writes JSON lines:
 
-- --out: answers in new conversations, with the conversation so far as context, because the model
+- --out: answers in new conversations, with the preceding conversation as context, because the model
   was not trained to write questions; and children's stories of the collection's held-out part.
 - --documents: beginnings of stories, tales, textbook pages and encyclopedia articles, also held
   out.

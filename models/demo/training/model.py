@@ -1,8 +1,8 @@
 """The demo model in torch: a Qwen3-MoE language model for training on a CPU.
 
 Parameters are float32. Matrix products use bfloat16. The experts of a layer are two stacked
-tensors, `gate_up` [E, d, 2f] and `down` [E, f, d], so that each expert's matrix is contiguous and a
-step needs two products per expert and direction (`products.py`). `export.py` converts the
+tensors, `gate_up` [E, d, 2f] and `down` [E, f, d]. Each expert's matrix is therefore contiguous,
+and a step needs two products per expert and direction (`products.py`). `export.py` converts the
 parameters to the names and shapes of a Hugging Face checkpoint.
 """
 

@@ -25,8 +25,9 @@ def _sort_by_expert(
 
     Return bounds [E + 1], place [N, k], and token [R] and weight [R] per row.
 
-    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0, because
-    oneDNN compiles a kernel for each new matrix size, which takes longer than the product. R is
+    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0. The
+    reason is that oneDNN compiles a kernel for each new matrix size, which takes longer than the
+    product. R is
     constant, so there are unused rows after those of the last expert.
     """
     flat = ids.reshape(-1).to(torch.uint8).numpy()

@@ -212,7 +212,7 @@ class Side:
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
     """Run the sides in alternation and fill their `ms`.
 
-    Only one side computes at a time, so other load on the machine affects all sides alike. The
+    Only one side computes at a time, so other load on the machine affects all sides equally. The
     order is reversed after each turn.
     """
     steps = 2 if prompt else STEPS

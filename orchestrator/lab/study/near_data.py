@@ -156,7 +156,7 @@ class PromptContext(Study):
         basis = f"{len(usages)} prompts and answers; {on.basis}"
         tables = [
             Table(
-                f"Experts of an answer by what is known before (Figure 4): {basis}",
+                f"Experts of an answer by the knowledge before it (Figure 4): {basis}",
                 (
                     Column("text", "domain", left=True),
                     Column("chosen by", "by", left=True),
