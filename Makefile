@@ -30,7 +30,7 @@ help:
 	@echo 'make wheel            dist/moe_edge-*.whl, which needs no compiler where it is installed'
 	@echo 'make test             the same, then run the tests'
 	@echo 'make test-all         the same, then those that it leaves out, too'
-	@echo 'make check            ruff, mypy, docs and patches'
+	@echo 'make check            ruff, mypy, the English of code, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
 	@echo 'make docs             write what is generated in the documents'
 	@echo 'make patches-verify   check the patch series'
@@ -65,6 +65,7 @@ check:
 	@$(TOOL) setup --extras dev $(FLAGS)
 	@$(IN_ENV) -m ruff check .
 	@$(IN_ENV) -m mypy
+	@$(IN_ENV) tests/contract/prose.py
 	@$(TOOL) verify --fetch
 	@$(IN_ENV) -m pytest -q -m 'not rest' tests/contract --ignore tests/contract/test_build.py
 

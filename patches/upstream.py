@@ -147,18 +147,18 @@ def publishing(folder: Path, keep: int) -> Iterator[Path]:
 
     Of the folders next to it, only the `keep` newest are kept. The caller must hold the build lock.
     """
-    beside = folder.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    for stale in beside.glob(".publish.*"):
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(".publish.*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".publish.") as above:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".publish.") as above:
         stage = Path(above) / "stage"
         stage.mkdir()
         yield stage
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(stage, folder)
-    by_age = sorted(beside.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    by_age = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in by_age[keep:]:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, dis
 # Shares of a layer's high slots: for the experts that a prompt uses most, and for streaming the
 # rest of its experts (docs/experiments/prompts.md).
 _STAYS_SHARE = 0.75
-_PASSING_SHARE = 0.5
+_STREAMED_SHARE = 0.5
 
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
@@ -30,7 +30,7 @@ def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan
     group_of: dict[tuple[int, int, int], int] = {}
     for layer, of_tiers in enumerate(counts):
         for tier, units in enumerate(of_tiers):
-            passing = max(1, int(units * _PASSING_SHARE)) if tier == 0 else units
+            passing = max(1, int(units * _STREAMED_SHARE)) if tier == 0 else units
             for kind, size in shape.slots[layer][tier].items():
                 group_of[layer, kind, tier] = len(groups)
                 groups.append(SlotGroup(size, units, passing))
@@ -148,7 +148,7 @@ class Prompts:
         if n_high < n_used:
             out.renormalize = self.rules.renormalize
             out.tier_array[order[n_high:]] = self.low
-        out.passing_array[self._passing(layer, order)] = 1
+        out.passing_array[self._streamed(layer, order)] = 1
         out.passing_array[ids[gated]] = 0
         if not (event.n_ahead and ahead):
             return
@@ -160,7 +160,7 @@ class Prompts:
         rankings += [Ranking(row, t, event.k) for row in ids[gated]]
         predicted = together(rankings, n_expert)
         passing = np.zeros(n_expert, bool)
-        passing[self._passing(layer, predicted.order)] = True
+        passing[self._streamed(layer, predicted.order)] = True
         passing[ids[gated]] = False
         self._load_ahead(layer, predicted, passing, view, out)
 
@@ -195,7 +195,7 @@ class Prompts:
         order = np.concatenate([used[high], used[~high]])
         return Ranking(order, int(np.count_nonzero(high)), len(used))
 
-    def _passing(self, layer: int, order: np.ndarray) -> np.ndarray:
+    def _streamed(self, layer: int, order: np.ndarray) -> np.ndarray:
         """Return the experts of an order that are streamed.
 
         Experts that a token ranked by gates needs are not streamed.

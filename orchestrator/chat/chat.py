@@ -124,7 +124,7 @@ class Chat:
         # For each command: its arguments, its help, and the function that runs it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
-                "/regen": ("", "replace the last answer by another one", self._regen),
+                "/regen": ("", "replace the last answer by another answer", self._regen),
                 "/read": ("FILE", "put a text file before your next message", self._read),
                 "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
                 "/reset": ("", "forget the conversation", self._reset),

@@ -353,8 +353,8 @@ class Console:
         text = self._bar_label + cells + amount
         width = shutil.get_terminal_size().columns - 1
         if len(text) > width:  # the share is said without the cells, and the label in whole words
-            room = max(1, width - len(amount))
-            text = (textwrap.shorten(self._bar_label, room, placeholder="") + amount)[:width]
+            n_columns = max(1, width - len(amount))
+            text = (textwrap.shorten(self._bar_label, n_columns, placeholder="") + amount)[:width]
         sys.stderr.write("\r\x1b[K" + self._dim(text))
         sys.stderr.flush()
         self._bar_shown = True

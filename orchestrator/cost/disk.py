@@ -113,8 +113,8 @@ class Bandwidth(NamedTuple):
         Reading takes nothing from threads while they wait for a read, which they do for waited_s.
         """
         seconds = self.seconds(n_bytes)
-        beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
-        return beside * n_bytes * self.core_s_per_byte
+        busy = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
+        return busy * n_bytes * self.core_s_per_byte
 
 
 class _Read(NamedTuple):

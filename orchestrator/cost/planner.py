@@ -330,11 +330,11 @@ class Planner:
         """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
-        behind = {}
+        token_ms = {}
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
             # Without shared memory, slots do not depend on the context in use.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
-            behind[str(n)] = 1e3 * time.token_s(n)
+            token_ms[str(n)] = 1e3 * time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
             few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
@@ -352,7 +352,7 @@ class Planner:
             read_bytes=short.read_bytes,
             kl=runs.loses.kl,
             kl_at_most=runs.loses.at_most,
-            token_ms_behind=behind,
+            token_ms_behind=token_ms,
             token_ms_skewed=other,
         )
 

@@ -133,10 +133,10 @@ class Timings:
         kept = self.of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
-    def is_due(self, key: str, alike: int = 2) -> bool:
+    def is_due(self, key: str, n_needed: int = 2) -> bool:
         """Whether to time a product now.
 
-        A product is due if it has no timing on a quiet machine, or if fewer than `alike` timings
+        A product is due if it has no timing on a quiet machine, or if fewer than `n_needed` timings
         agree and the last one is at least APART_S seconds ago.
         """
         kept = self.of.get(key, [])
@@ -146,7 +146,7 @@ class Timings:
             return another or len(kept) < MOST_MOMENTS
         least = min(each.seconds for each in kept)
         agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
-        return another and agreeing < alike and quiet < MOST_MOMENTS
+        return another and agreeing < n_needed and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
         """Whether any timing of a product was on a quiet machine."""

@@ -207,9 +207,9 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
         if not over.any():
             break
         rest = np.where(over, 0.0, uses)
-        room = n_used - over.sum(axis=1, keepdims=True)
+        n_free = n_used - over.sum(axis=1, keepdims=True)
         uses = np.where(
-            over, 1.0, rest * room / np.maximum(rest.sum(axis=1, keepdims=True), 1e-300)
+            over, 1.0, rest * n_free / np.maximum(rest.sum(axis=1, keepdims=True), 1e-300)
         )
     return np.asarray(uses)
 
@@ -366,11 +366,11 @@ def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
         with suppress(ProfileError, OSError):
             counts = HotnessKeeper(remembered, model).recall()
     if counts is None:
-        return alike(model), False
+        return uniform_usage(model), False
     return chances(counts, model.n_expert_used), True
 
 
-def alike(model: ExpertModel) -> np.ndarray:
+def uniform_usage(model: ExpertModel) -> np.ndarray:
     """Return uniform uses, as in Residency."""
     return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 

@@ -25,7 +25,7 @@ Result = dict[str, Any]
 
 def run_child(
     module: str,
-    told: Any,
+    job: Any,
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
@@ -42,7 +42,7 @@ def run_child(
             errors="replace",
             preexec_fn=enter,
         ) as process:
-            out, err = process.communicate(json.dumps(asdict(told)), timeout=seconds)
+            out, err = process.communicate(json.dumps(asdict(job)), timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"error": f"the process exceeded its time limit of {seconds:.0f} s"}
     status = process.returncode

@@ -123,9 +123,9 @@ def without_effect(config: Config) -> str | None:
     settings = policy_class(config.policy or DEFAULT).precisions.lossless or {}
     if not settings or any(config.given(name) != value for name, value in settings.items()):
         return None
-    beside = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
+    flags = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
     return (
-        f"{' and '.join(map(flag_of, lower))}: no effect with {beside}, which computes every "
+        f"{' and '.join(map(flag_of, lower))}: no effect with {flags}, which computes every "
         f"expert in the high precision."
     )
 

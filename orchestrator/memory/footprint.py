@@ -93,26 +93,26 @@ def compute_bytes(
     n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
     n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.sequences)
-    beside = 4 * n_vocab * n_rows
+    extra = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
-        beside += int(n_tokens * n_used * row)
+        extra += int(n_tokens * n_used * row)
     else:
         heads = n_head + 2 * n_head_kv
         attention = 3 * heads * max(hparams.key_length, hparams.value_length)
         experts = n_used * (n_ff + hparams.embedding_length)
         mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
         rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-        graph_bytes = 4 * int(n_tokens * (mask + rows)) + beside
+        graph_bytes = 4 * int(n_tokens * (mask + rows)) + extra
     policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
     if policy is None or not policy.wants.importance or not config.asks_less(policy):
-        return graph_bytes + beside
+        return graph_bytes + extra
     # Attention weights of the queries that determine importance, for as many prompts as a step may
     # have; and the queries, keys and residual stream of a batch, which live longer for it.
     window = min(n_tokens, config.importance_window * (1 + request.sequences))
     queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
     lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
-    return graph_bytes + beside + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
+    return graph_bytes + extra + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:

@@ -344,13 +344,13 @@ class _Layout:
         found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
-        compute, beside = compute + request.more_scratch, 0
+        compute, extra = compute + request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             # Copies of the routers in half precision, for predictions of the next layers.
             routers = (model.n_layers - 1) * model.n_expert
-            beside = 2 * routers * model.hparams.embedding_length
+            extra = 2 * routers * model.hparams.embedding_length
         if device is None:
-            beside += footprint.process_bytes(model, request)
+            extra += footprint.process_bytes(model, request)
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
@@ -365,7 +365,7 @@ class _Layout:
             cap_bytes=_cap(device or self.machine, self._asked),
             dense_bytes=model.dense_bytes - (model.lookup_bytes if managed else 0),
             kv_bytes=kv,
-            scratch_bytes=compute + beside,
+            scratch_bytes=compute + extra,
             compute_bytes=compute,
             device=device,
             tiers=(FileTier(0),),

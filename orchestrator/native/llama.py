@@ -234,21 +234,21 @@ class Model:
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Return the token ids of a text. Raises NativeError if the tokenizer fails."""
         data = text.encode("utf-8", "replace")
-        room = len(data) + 16
+        capacity = len(data) + 16
         for _ in range(2):
-            tokens = (self.api.llama_token * room)()
+            tokens = (self.api.llama_token * capacity)()
             count = self.api.llama_tokenize(
-                self.vocab, data, len(data), tokens, room, add_special, parse_special
+                self.vocab, data, len(data), tokens, capacity, add_special, parse_special
             )
             if count >= 0:
                 return list(tokens[:count])
-            room = -count
+            capacity = -count
         raise NativeError("the text cannot be tokenized")
 
-    def piece(self, token: int, special: bool = False, room: int = _PIECE_BYTES) -> bytes:
+    def piece(self, token: int, special: bool = False, capacity: int = _PIECE_BYTES) -> bytes:
         """Return the bytes of a token. Control tokens are empty, unless special is true."""
-        text = ctypes.create_string_buffer(room)
-        count = self.api.llama_token_to_piece(self.vocab, token, text, room, 0, special)
+        text = ctypes.create_string_buffer(capacity)
+        count = self.api.llama_token_to_piece(self.vocab, token, text, capacity, 0, special)
         return self.piece(token, special, -count) if count < 0 else text.raw[:count]
 
     def is_end(self, token: int) -> bool:

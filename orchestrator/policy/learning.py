@@ -89,9 +89,9 @@ class Learning(Policy):
 
     def _choose_reports(self) -> None:
         """Request the arrays of reports only in the phases in which the policy needs them."""
-        told = tuple(phase for phase in Phase if self._wants_report(phase))
-        if told != self.wants.told_in:
-            self.wants = replace(self.wants, told_in=told)
+        phases = tuple(phase for phase in Phase if self._wants_report(phase))
+        if phases != self.wants.told_in:
+            self.wants = replace(self.wants, told_in=phases)
 
     def _wants_report(self, phase: Phase) -> bool:
         """Whether the next step needs a full report: experts move, or the interval may end."""

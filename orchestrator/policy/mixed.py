@@ -116,7 +116,7 @@ def moves(
 
 
 # This share of a layer's usage is distributed uniformly, so that rarely used experts count too.
-ALIKE = 0.05
+UNIFORM_SHARE = 0.05
 # A share of the budget that counts as negligible.
 SMALL = 0.001
 # Number of experts per reserve slot.
@@ -363,9 +363,10 @@ def weights(scores: np.ndarray) -> np.ndarray:
 
     Rows sum to 1.
 
-    scores: S. The share ALIKE is distributed uniformly. A layer without counts has uniform usage.
+    scores: S. The share UNIFORM_SHARE is distributed uniformly. A layer without counts has uniform
+    usage.
     """
-    found: np.ndarray = (1 - ALIKE) * shares(scores) + ALIKE / scores.shape[1]
+    found: np.ndarray = (1 - UNIFORM_SHARE) * shares(scores) + UNIFORM_SHARE / scores.shape[1]
     return found
 
 

@@ -179,7 +179,7 @@ class Driver(NoopDriver):
         self._unjudged = 0
         self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Expert counts since the last report that included counts.
-        self._untold: np.ndarray | None = None
+        self._unreported: np.ndarray | None = None
         self.steps = 0
 
     def on_route(self, event: RouteEvent) -> None:
@@ -245,22 +245,24 @@ class Driver(NoopDriver):
         unusual: as StepReport.unusual, if another driver has the loss meter.
         """
         policy = self.policy
-        wants, told = policy.wants, step.phase in policy.wants.told_in
+        wants, is_reported = policy.wants, step.phase in policy.wants.told_in
         counts = self.store.take_counts() if wants.counts else None
         resident = target = None
-        if wants.states and told:
+        if wants.states and is_reported:
             resident, target = self.store.states()
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if told or self.meter.needs_tiers:  # experts in transition count in the old tier
+                if (
+                    is_reported or self.meter.needs_tiers
+                ):  # experts in transition count in the old tier
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
             unusual = self.judge_routing(step.n_tokens)
         if counts is not None:
-            counts = counts if self._untold is None else counts + self._untold
-            counts, self._untold = (counts, None) if told else (None, counts)
+            counts = counts if self._unreported is None else counts + self._unreported
+            counts, self._unreported = (counts, None) if is_reported else (None, counts)
         self.steps += 1
         return policy.on_step(
             StepReport(

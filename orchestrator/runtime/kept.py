@@ -80,7 +80,7 @@ def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
 class KeptConversations:
     """Writes what sequences hold to files, and brings files back into sequences.
 
-    A conversation is written before another one replaces it in its sequence, after an answer if
+    A conversation is written before another conversation replaces it in its sequence, after an answer if
     many of its tokens are in no file, and at the end. All work is done on `thread`, one piece after
     the other; leave is called after the end of that.
     """
@@ -103,7 +103,7 @@ class KeptConversations:
         # The tokens of each sequence that are in a file.
         self._saved: dict[int, np.ndarray] = {}
         self._failed: set[int] = set()  # sequences whose last request failed
-        self._told = 0  # of the folder's notes
+        self._n_shown = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
 
     def before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class KeptConversations:
             work.result()
 
     def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        """Called after a request, before another one gets its sequences.
+        """Called after a request, before another request gets its sequences.
 
         is_good: it did not fail; what a failed one left is not written.
         """
@@ -220,6 +220,6 @@ class KeptConversations:
         return True
 
     def _tell(self) -> None:
-        for sentence in self._folder.notes[self._told :]:
+        for sentence in self._folder.notes[self._n_shown :]:
             self._note(sentence)
-        self._told = len(self._folder.notes)
+        self._n_shown = len(self._folder.notes)

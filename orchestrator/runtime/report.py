@@ -17,7 +17,7 @@ from orchestrator.runtime.load import Loaded, Loader
 from orchestrator.runtime.loss_meter import LossMeter
 
 
-def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
+def status_line(config: Config, loader: Loader, loaded: Loaded) -> str:
     """Return the status line: path, policy, slots, how misses are served, micro-batch, context."""
     plan, driver = loaded.plan, loaded.driver
     most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""

@@ -43,7 +43,7 @@ from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts,
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
-from orchestrator.runtime.report import StoreCosts, memory_now, mode_line
+from orchestrator.runtime.report import StoreCosts, memory_now, status_line
 from orchestrator.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -277,7 +277,7 @@ class Runtime(Closing):
     @property
     def mode(self) -> str:
         """The status line: which path or policy runs, and how."""
-        return mode_line(self._loaded.runs.config, self._loader, self._loaded)
+        return status_line(self._loaded.runs.config, self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:

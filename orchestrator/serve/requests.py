@@ -742,19 +742,19 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     each = (STREAM_BYTES if data.get("stream") else WHOLE_BYTES) * (2 if data.get("verbose") else 1)
     n_prompts = _prompts(data.get("prompt"))
     most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
-    room = most // (n_probs + 1)
+    n_allowed = most // (n_probs + 1)
     of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
-    if room < 1:
+    if n_allowed < 1:
         raise Refusal(400, f"{name} is {n_probs}, but {of} has memory for {max(0, most - 1)}")
     limit = limit_of(data)
     if limit is None:
-        if room < most_tokens:
-            _limit(data, room)
-    elif min(limit, most_tokens) > room:
+        if n_allowed < most_tokens:
+            _limit(data, n_allowed)
+    elif min(limit, most_tokens) > n_allowed:
         raise Refusal(
             400,
             f"{of} has no memory for {limit} tokens with {n_probs} alternatives each: "
-            f"request at most {room} tokens, fewer alternatives"
+            f"request at most {n_allowed} tokens, fewer alternatives"
             + ("" if data.get("stream") else ", or a stream"),
         )
 

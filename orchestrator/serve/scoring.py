@@ -128,8 +128,8 @@ def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]
     Can take seconds for long texts. Raises Refusal for prompts that cannot be scored.
     """
     data = json.loads(body)
-    model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
-    prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
+    model, most_tokens = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
+    prompts = [_read(model, asked, most_tokens) for asked in _asked(data.get("prompt"))]
     n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), served.most_scored
     if n_tokens > most:
         raise Refusal(

@@ -45,7 +45,7 @@ void moe_edge_load::finds(int32_t in_host_slot) {
 }
 
 void moe_edge_load::take_slot(int32_t slot) {
-    require(slotless(), "a load that has a slot takes another one");
+    require(slotless(), "a load that has a slot takes a second slot");
     to = slot;
 }
 

@@ -73,7 +73,7 @@ std::string moe_edge_store::check() {
             continue;
         }
         if (load->has_slot() && pool_of(i, load->tier())[load->slot()].cell != i) {
-            return wrong("its load's slot is another one's");
+            return wrong("its load's slot belongs to another cache entry");
         }
         if (load->copied() && pool_of(i, load->tier())[load->slot()].after == 0) {
             return wrong("its copy has no ticket");

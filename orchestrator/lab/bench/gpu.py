@@ -223,8 +223,8 @@ class Gpu(Benchmark):
         """
         if self.on.keep is None:
             return super().measure(case, number)
-        told = json.dumps(asdict(self.job(case, number)))
-        digest = hashlib.sha256(f"{case.key} {told}".encode())
+        text = json.dumps(asdict(self.job(case, number)))
+        digest = hashlib.sha256(f"{case.key} {text}".encode())
         place = self.on.keep / f"case-{digest.hexdigest()[:20]}.json"
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -166,7 +166,7 @@ class Side:
 
     @classmethod
     @contextmanager
-    def started(cls, tree: Path, python: str, told: Mapping[str, Any]) -> Iterator[Side]:
+    def started(cls, tree: Path, python: str, options: Mapping[str, Any]) -> Iterator[Side]:
         """Start a side and wait until its model is loaded. It ends with the block.
 
         Raises MoeEdgeError if it fails.
@@ -174,7 +174,7 @@ class Side:
         with (
             TemporaryFile("w+") as errors,
             child(
-                [python, "-c", WORKER, json.dumps(told)],
+                [python, "-c", WORKER, json.dumps(options)],
                 cwd=tree,
                 env={**os.environ, "PYTHONPATH": str(tree)},
                 stdin=subprocess.PIPE,
@@ -247,15 +247,17 @@ class Paired:
         """Run all pairs and return the report. Raises MoeEdgeError if a side fails."""
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()
-        told = {
+        arguments = {
             "ours": (HERE, sys.executable, on.side(on.ours, model)),
             "theirs": (on.other or HERE, on.python, on.side(on.theirs, model)),
         }
         rows: list[Row] = []
         for number in range(1 if on.quick else on.runs):
-            names = list(told) if number % 2 else list(reversed(told))
+            names = list(arguments) if number % 2 else list(reversed(arguments))
             with ExitStack() as stack:
-                sides = {name: stack.enter_context(Side.started(*told[name])) for name in names}
+                sides = {
+                    name: stack.enter_context(Side.started(*arguments[name])) for name in names
+                }
                 in_turns(sides, on.prompt, 1 if on.quick else TURNS)
             row: Row = {"pair": number + 1}
             for name, side in sides.items():

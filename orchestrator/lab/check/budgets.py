@@ -39,9 +39,9 @@ class CheckJob:
 
     Three fields select another job instead:
 
-    - beside: choose the policy while another process uses this many bytes; returns its settings.
-    - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
-    - layers: read prompt and answer in one batch, and write the experts' output of each layer to
+    - other_bytes: choose the policy while another process uses this many bytes; returns its
+    settings. - budgets: plan the runs of `three_budgets` for this tier; returns their settings. -
+    layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
     """
 
@@ -52,7 +52,7 @@ class CheckJob:
     prompt: list[int] | None = None
     answer: list[int] | None = None
     chosen: bool = False
-    beside: int | None = None
+    other_bytes: int | None = None
     budgets: str | None = None
     layers: bool = False
     answers: bool = False

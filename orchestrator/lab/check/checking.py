@@ -177,7 +177,7 @@ class _Check:
         config = self.config
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
-            job = CheckJob(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            job = CheckJob(settings_of(config), os.devnull, None, 0, other_bytes=private_bytes())
             found = run_job(job)
             if "error" in found:
                 self._problem(f"as asked: {found['error']}")

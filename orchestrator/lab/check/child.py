@@ -54,11 +54,11 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 def run(job: CheckJob) -> Result:
     """Perform a job and return its result. Raises MoeEdgeError."""
     config = Config.build(**job.settings)
-    if job.beside is not None:
+    if job.other_bytes is not None:
         # The measurement leaves these bytes of the cap to the other process. The plan uses the
         # whole cap, so that it equals a chat's plan.
         with ExpertModel.open(config.model, config.low) as model:
-            runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
+            runs = Planner(config.with_changes(beside=job.other_bytes), model).runs(config)
         return {"settings": settings_of(runs.config)}
     if job.budgets is not None:
         with ExpertModel.open(config.model) as model:
@@ -235,4 +235,4 @@ def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
 
 
 if __name__ == "__main__":
-    answer(lambda told: run(CheckJob(**told)))
+    answer(lambda fields: run(CheckJob(**fields)))

@@ -106,7 +106,7 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
     "others" is the mean of all other windows of the same domain. "other domains" is the wrong
     profile: the mean of all windows of other domains.
     """
-    own, alike = usages[at], np.zeros(usages[at].counts.shape)
+    own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
     def mean(same: bool) -> np.ndarray | None:
         rest = [
@@ -122,12 +122,12 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
     right, wrong, usual = mean(True), mean(False), PlacementSettings()
     return {
         COUNTS: shares(own.counts),
-        OWN: blended(alike, PlacementSettings(prior_tokens=0.0)),
+        OWN: blended(uniform, PlacementSettings(prior_tokens=0.0)),
         RIGHT: right,
         WRONG: wrong,
         blend(RIGHT): blended(right, usual),
         blend(WRONG): blended(wrong, usual),
-        ALIKE: shares(alike),
+        ALIKE: shares(uniform),
         ORACLE: own.answer.astype(np.float64),
     }
 
