@@ -80,9 +80,9 @@ def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
 class KeptConversations:
     """Writes what sequences hold to files, and brings files back into sequences.
 
-    A conversation is written before another conversation replaces it in its sequence, after an answer if
-    many of its tokens are in no file, and at the end. All work is done on `thread`, one piece after
-    the other; leave is called after the end of that.
+    A conversation is written before another conversation replaces it in its sequence, after an
+    answer if many of its tokens are in no file, and at the end. All work is done on `thread`, one
+    piece after the other; leave is called after the end of that.
     """
 
     def __init__(
