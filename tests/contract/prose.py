@@ -26,7 +26,7 @@ UNDOCUMENTED = 235
 
 # A note is a comment after code on the same line.
 DOCSTRING, COMMENT, NOTE, MESSAGE = "docstring", "comment", "note", "message"
-# What a finding is about.
+# The kinds of findings.
 NAME, TEXT = "name", "text"
 
 # A regular expression for a phrase, in which a space stands for any white space, and the remedy.
@@ -115,7 +115,7 @@ EXCEPTIONS = (
     Exempt(NAME, "orchestrator/*", "*room*", "that callback, and a field of placements"),
     Exempt(NAME, "patches/native/*", "*unwatched*", "a state of the table that native tests read"),
     Exempt(NAME, "patches/native/*", "behind", "a ticket of a slot that native tests read"),
-    Exempt(NAME, "orchestrator/policy/floor.py", "*behind*", "a setting, named like write-behind"),
+    Exempt(NAME, "orchestrator/policy/floor.py", "*behind*", "a setting, and its reader"),
     Exempt(NAME, "orchestrator/cost/plans.py", "*behind*", "a key of `moe-edge plan --json`"),
     Exempt(NAME, "orchestrator/*", "beside*", "settings of front ends, which recorded plans have"),
     Exempt(NAME, "orchestrator/policy/base.py", "told_in", "a field that recorded plans have"),
