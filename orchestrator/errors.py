@@ -62,6 +62,21 @@ class TiersError(PolicyError):
         self.problem = problem
 
 
+class LossTableError(ConfigError):
+    """A loss table that cannot be used.
+
+    problem: the sentence without the remedy.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}: {remedy}")
+        self.problem = problem
+
+
+class NoLossTableError(ConfigError):
+    """An allowed loss without a usable loss table, which `moe-edge calibrate` would make."""
+
+
 class ProfileError(MoeEdgeError):
     """A profile of expert usage that is damaged or belongs to another model."""
 

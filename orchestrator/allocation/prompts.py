@@ -16,7 +16,7 @@ from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, S
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
 # Shares of a layer's high slots: for the experts that a prompt uses most, and for streaming the
-# rest of its experts (docs/experiments/prompts.md).
+# rest of its experts (docs/experiments/engine.md).
 _STAYS_SHARE = 0.75
 _STREAMED_SHARE = 0.5
 

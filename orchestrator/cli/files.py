@@ -56,7 +56,7 @@ def inspect(file: Path, low: Path | None, as_json: bool, picture: Path | None) -
     from gguf_tools.inspect import describe, render
     from orchestrator.cli import pictures
     from orchestrator.config import Config
-    from orchestrator.memory.plan import scratch_bytes
+    from orchestrator.plan.planning import scratch_bytes
     from orchestrator.runtime.support import support_of
 
     if picture is not None:

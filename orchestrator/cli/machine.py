@@ -17,9 +17,9 @@ from orchestrator.cost.planner import Planner, Runs
 from orchestrator.cost.plans import Frontier
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
-from orchestrator.memory.machine import one_of_several
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.machine import one_of_several
 
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5

@@ -376,13 +376,17 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
     print_notes(notes)
 
 
-def chosen_method(options: dict[str, Any]) -> Method:
-    """Return the quantization method of the options. Raises UsageError."""
+def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
+    """Return the quantization method of the options.
+
+    has_text: there is a default text. Raises UsageError.
+    """
     from orchestrator.lab.calibrate.methods import Method
 
-    if options.get("calib_tokens") and not options.get("calib"):
+    has_text = has_text or bool(options.get("calib"))
+    if options.get("calib_tokens") and not has_text:
         raise click.UsageError("--calib-tokens needs a text: give --calib TEXT, or leave it out")
-    if options.get("ram") and not options.get("calib"):
+    if options.get("ram") and not has_text:
         raise click.UsageError("--ram needs a text: give --calib TEXT, or leave it out")
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)

@@ -76,7 +76,7 @@ def _pack(
 def _names_for(source: Path, ram_bytes: int) -> list[str]:
     """Return the precisions for this much memory, and print the reason for the choice."""
     from gguf_tools.experts import ExpertModel
-    from orchestrator.memory.tiers_for import tiers_for
+    from orchestrator.plan.tiers_for import tiers_for
 
     with ExpertModel.open(source) as model:
         names, why = tiers_for(model, ram_bytes)

@@ -19,7 +19,7 @@ from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.memory.machine import AUTO, CPU, Machine, probe
+from orchestrator.plan.machine import AUTO, CPU, Machine, probe
 from orchestrator.settings import flag_of
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def _row(
 ) -> Row:
     from gguf_tools.experts import ExpertModel
     from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, skewed, uniform_usage
-    from orchestrator.memory.plan import Refusal, plan
-    from orchestrator.memory.request import PlanRequest
+    from orchestrator.plan.planning import Refusal, plan
+    from orchestrator.plan.request import PlanRequest
 
     with ExpertModel.of_parts(known.parts(precision)) as model:
         numbers = known.total_b, known.active_b, model.parts[0].size

@@ -42,9 +42,10 @@ from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
-from orchestrator.errors import ConfigError
+from orchestrator.cost.calibrating import CalibrationTime, format_duration
+from orchestrator.errors import ConfigError, LossTableError, NoLossTableError
 from orchestrator.events import SKIP, SKIP_TIER
-from orchestrator.memory.plan import MemoryPlan
+from orchestrator.plan.planning import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
 from orchestrator.policy.base import Placement
 
@@ -56,9 +57,6 @@ _LARGEST = 1e30
 # The largest accepted standard error of a logarithm.
 _LARGEST_ERROR = 10.0
 SUFFIX = ".calib.json"
-_AGAIN = "make it again with `moe-edge calibrate`"
-# Measured: about 12 minutes for 16 GB on two cores.
-_BYTES_PER_MINUTE = 16e9 / 12
 
 
 class TablePrecision(NamedTuple):
@@ -279,15 +277,13 @@ def _numbers(values: Any) -> Any:
 def load(path: Path, model: ExpertModel | None) -> LossTable:
     """Read the loss table of a model file, or of any file if model is None.
 
-    Raises ConfigError if the table is missing, damaged, or belongs to another file.
+    Raises LossTableError if the table is missing, damaged, or belongs to another file.
     """
-    data = _parse(path)
+    again = f"run {calibrate_command(None if model is None else model.path)}"
+    data = _parse(path, again)
     if model is not None and data.get("model") != identity(model):
         name = one_line(str(data.get("name")))
-        raise ConfigError(
-            f"{path}: this loss table was made with another file ({name}): run "
-            f"{calibrate_command(model.path)}"
-        )
+        raise LossTableError(f"{path}: this loss table was made with another file ({name})", again)
     try:
         candidates = [
             TablePrecision(str(each["name"]), float(each["bits"]), bool(each["stored"]))
@@ -306,7 +302,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
             _fit(data.get("kl")),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _damaged(path) from error
+        raise _damaged(path, again) from error
     shape = (model.n_layers, model.n_expert) if model is not None else table.counts.shape
     seen = table.counts > 0
     if (
@@ -325,7 +321,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
             if values is not None
         )
     ):
-        raise _damaged(path)
+        raise _damaged(path, again)
     return table
 
 
@@ -363,32 +359,40 @@ def _pair(data: Any) -> tuple[float, float]:
     return low, high
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, again: str) -> dict[str, Any]:
+    """Read the JSON of a table. again: the remedy for a table that cannot be used."""
     try:
         data = read_object(path, _LARGEST_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise LossTableError(f"{path} cannot be read: {error.strerror or error}", again) from error
     if data is None or data.get("format") != _FORMAT:
-        raise _damaged(path)
+        raise _damaged(path, again)
     if data.get("version") != _VERSION:
-        raise ConfigError(f"{path}: this loss table has another format version: {_AGAIN}")
+        raise LossTableError(f"{path}: this loss table has another format version", again)
     return data
 
 
-def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: not a loss table, or damaged: {_AGAIN}")
+def _damaged(path: Path, again: str) -> LossTableError:
+    return LossTableError(f"{path}: not a loss table, or damaged", again)
 
 
-def calibrate_command(model: Path | str) -> str:
-    """Return the command that makes a model's loss table."""
-    return f"`moe-edge calibrate {shlex.quote(str(model))} --calib TEXT`"
+def calibrate_command(model: Path | str | None) -> str:
+    """Return the command that makes a model's loss table, or replaces it."""
+    if model is None:
+        return "`moe-edge calibrate -m MODEL`"
+    replaces = " --force" if default_path(Path(model)).exists() else ""
+    return f"`moe-edge calibrate -m {shlex.quote(str(model))}{replaces}`"
 
 
-def no_losses(reason: str) -> ConfigError:
-    """Return the error for a loss budget or a policy that needs a loss table."""
+def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
+    """Return the error for a loss budget or a policy that needs a loss table.
+
+    is_missing: the model has no usable table, so `moe-edge calibrate` makes the missing one.
+    """
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
-    return ConfigError(f"{' and '.join(options)} cannot be used: {reason}")
+    kind = NoLossTableError if is_missing else ConfigError
+    return kind(f"{' and '.join(options)} cannot be used: {reason}")
 
 
 class Skips(NamedTuple):
@@ -437,9 +441,7 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
     return found
 
 
-def foreseen(
-    plan: MemoryPlan, uses: np.ndarray, estimate: KlEstimate | None, base: str
-) -> Foreseen:
+def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
     """Predict the quality loss of a plan.
 
     uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the costs of all tiers
@@ -480,6 +482,7 @@ class LossModel:
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         self._named, self._model = config.given("losses"), model
+        self._config = config
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
@@ -489,7 +492,7 @@ class LossModel:
         named table cannot be used.
         """
         table, why = self._loaded
-        self.note = None if why is None else f"Nominal losses are used: {why}"
+        self.note = None if why is None else f"Nominal losses are used: {why}: {self._remedy}"
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
@@ -512,11 +515,12 @@ class LossModel:
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
         """Return the estimate.
 
-        Raises ConfigError if the losses are unknown, with the command that measures them.
+        Raises ConfigError if the losses are unknown, with the command that measures them; it is a
+        NoLossTableError if the model has no usable table.
         """
         found = self.estimate(tiers)
         if found is None:
-            raise no_losses(self.unknown(tiers))
+            raise no_losses(self.unknown(tiers), self._loaded[0] is None)
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
@@ -526,39 +530,46 @@ class LossModel:
         """
         table, why = self._loaded
         if table is None:
-            return str(why)
+            return f"{why}: {self._remedy}"
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
-            return f"{self._path} has no factors that make KL of its losses: run {self._command}"
-        return f"{self._path} lacks one of {', '.join(tiers)}: run {self._command}"
+            return f"{self._path} has no factors that make KL of its losses: {self._remedy}"
+        return f"{self._path} lacks one of {', '.join(tiers)}: {self._remedy}"
 
     @property
-    def _command(self) -> str:
-        """The command that makes the table, with an estimate of its duration."""
-        n_bytes = sum(path.stat().st_size for path in self._model.files)
-        minutes = math.ceil(n_bytes / _BYTES_PER_MINUTE)
-        about = f"about {minutes} minute{'s' * (minutes > 1)}"
-        return f"{calibrate_command(self._model.path)} ({about}, once)"
+    def _remedy(self) -> str:
+        """The command that makes the table, with an estimate of its duration.
+
+        Takes some milliseconds to test the processor.
+        """
+        command = calibrate_command(self._model.path)
+        seconds = CalibrationTime.of(self._model, self._config).total_s
+        return f"run {command} (about {format_duration(seconds)}, once)"
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
         """The estimate for all tiers of the file, best first, and the reason if it is unknown."""
         names = [tier.name for tier in self._model.tiers]
-        return self.estimate(names), self.unknown(names)
+        return self._of_all, self.unknown(names)
 
-    def foreseen(self, plan: MemoryPlan, uses: np.ndarray) -> Foreseen:
+    @property
+    def _of_all(self) -> KlEstimate | None:
+        """The estimate for all tiers of the file."""
+        return self.estimate([tier.name for tier in self._model.tiers])
+
+    def foreseen(self, plan: Plan, uses: np.ndarray) -> Foreseen:
         """Predict the quality loss of a plan with its policy's current settings.
 
         uses: how often a token uses each expert, [n_layers, n_expert].
         """
-        estimate, best = self.of_file[0], self._model.tiers[0].name
+        estimate, best = self._of_all, self._model.tiers[0].name
         spends = plan.placement is not None and plan.placement.spends is not None
         if estimate is None and spends and plan.tier_names[0] == best:
             estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
         return foreseen(plan, uses, estimate, best)
 
-    def skips(self, plan: MemoryPlan) -> Skips | None:
+    def skips(self, plan: Plan) -> Skips | None:
         """Return the loss budget of a plan's policy; None if it has none.
 
         Raises what `needed` raises.
@@ -575,13 +586,16 @@ class LossModel:
 
     @cached_property
     def _loaded(self) -> tuple[LossTable | None, str | None]:
-        """The table, or None and the reason. Raises ConfigError if a named table cannot be used."""
+        """The table, or None and the reason without a remedy.
+
+        Raises ConfigError if a named table cannot be used.
+        """
         path = self._path
         if self._named is None and not path.exists():
-            return None, f"{self._model.path.name} has no loss table: run {self._command}"
+            return None, f"{self._model.path.name} has no loss table"
         try:
             return load(path, self._model), None
-        except ConfigError as error:
+        except LossTableError as error:
             if self._named is not None:
                 raise
-            return None, str(error)
+            return None, error.problem

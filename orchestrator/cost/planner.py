@@ -30,8 +30,9 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
-from orchestrator.memory.choice import check_unused, without_effect
-from orchestrator.memory.machine import (
+from orchestrator.native.llama import Bindings
+from orchestrator.plan.choice import check_unused, without_effect
+from orchestrator.plan.machine import (
     Probe,
     check_misses,
     find_gpu,
@@ -40,8 +41,8 @@ from orchestrator.memory.machine import (
     planned_device,
     probe,
 )
-from orchestrator.memory.plan import (
-    MemoryPlan,
+from orchestrator.plan.planning import (
+    Plan,
     Refusal,
     least,
     notes_of,
@@ -49,8 +50,7 @@ from orchestrator.memory.plan import (
     planned,
     sizes_to_count,
 )
-from orchestrator.memory.request import Counted, PlanRequest
-from orchestrator.native.llama import Bindings
+from orchestrator.plan.request import Counted, PlanRequest
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
 from orchestrator.policy.base import History
 
@@ -66,7 +66,7 @@ class Runs(NamedTuple):
     """
 
     config: Config
-    plan: MemoryPlan
+    plan: Plan
     loses: Foreseen
 
 
@@ -145,7 +145,7 @@ class Planner:
         self.brings = self._loss_note(runs)
         return runs
 
-    def _may_switch(self, config: Config, plan: MemoryPlan) -> bool:
+    def _may_switch(self, config: Config, plan: Plan) -> bool:
         """Whether another lossless policy than the default may be chosen.
 
         That is so in a conversation whose experts are not all resident and whose options leave the
@@ -218,10 +218,10 @@ class Planner:
             return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
         return None
 
-    def plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+    def plan(self, config: Config, more_scratch: int = 0) -> Plan:
         """Return the memory plan for these settings.
 
-        Raises what orchestrator.memory.plan.plan raises, and BudgetError for a refusal.
+        Raises what orchestrator.plan.planning.plan raises, and BudgetError for a refusal.
         """
         with self._probe:
             return self._plan(config, more_scratch)
@@ -236,14 +236,14 @@ class Planner:
             found = least(self._counted(request), model, self.machine, self.history)
             return planned(found).cap_bytes
 
-    def _plan(self, config: Config, more_scratch: int = 0) -> MemoryPlan:
+    def _plan(self, config: Config, more_scratch: int = 0) -> Plan:
         return planned(self._try(config, more_scratch))
 
-    def _try(self, config: Config, more_scratch: int = 0) -> MemoryPlan | Refusal:
+    def _try(self, config: Config, more_scratch: int = 0) -> Plan | Refusal:
         request = replace(PlanRequest.of(config), more_scratch=more_scratch)
         asked = self._model, self.machine, self.history
         found = plan(self._counted(request, whether_all_fits=True), *asked)
-        if self.gpu or (isinstance(found, MemoryPlan) and not found.managed):
+        if self.gpu or (isinstance(found, Plan) and not found.managed):
             return found
         return plan(self._counted(request), *asked)
 
@@ -259,7 +259,7 @@ class Planner:
         counted = Counted.of(few if whether_all_fits else every, self._probe.count)
         return replace(request, counted=counted)
 
-    def loses(self, plan: MemoryPlan) -> Foreseen:
+    def loses(self, plan: Plan) -> Foreseen:
         """Predict the quality loss of a plan.
 
         If every expert is resident, it is the loss at the start.

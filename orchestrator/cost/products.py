@@ -218,7 +218,7 @@ class Timer(GgmlFunctions, Closing):
         where = self._repack if repacked else self._plain
         buffer = self.backend_alloc_ctx_tensors_from_buft(context, where)
         if not buffer:
-            raise NativeError("there is no memory to time products with")
+            raise NativeError("not enough memory to time matrix products")
         stack.callback(self.backend_buffer_free, buffer)
         if weights is not None and weights.in_slots:
             base = self.backend_buffer_get_base(buffer)
@@ -235,7 +235,7 @@ class Timer(GgmlFunctions, Closing):
         for op in ops:
             self.build_forward_expand(graph, op)
         if self.backend_graph_compute(self._backend, graph) != _SUCCESS:
-            raise NativeError("ggml cannot compute what is to be timed")
+            raise NativeError("ggml cannot compute the operation to be timed")
         times: list[float] = []
         others = Disturbance()
         now = begin = perf_counter()

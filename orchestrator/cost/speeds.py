@@ -38,8 +38,8 @@ from orchestrator.cost.products import (
     Timer,
 )
 from orchestrator.errors import NativeError
-from orchestrator.memory.footprint import vocabulary_size
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.footprint import vocabulary_size
 
 DISTURBED = (
     "Other programs used the processor while its speed was measured, so predictions may be too "

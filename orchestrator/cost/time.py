@@ -35,11 +35,11 @@ from orchestrator.cost.losses import Skips, started
 from orchestrator.cost.speeds import FILE, OWN, ROWS, UPSTREAM, Costs, Speeds
 from orchestrator.errors import ProfileError
 from orchestrator.events import SKIP, Phase
-from orchestrator.memory.footprint import process_bytes
-from orchestrator.memory.layouts import wants_own_layout
-from orchestrator.memory.machine import probe
-from orchestrator.memory.plan import MemoryPlan
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.footprint import process_bytes
+from orchestrator.plan.layouts import wants_own_layout
+from orchestrator.plan.machine import probe
+from orchestrator.plan.planning import Plan
+from orchestrator.plan.request import PlanRequest
 
 # The share of the next layer's experts that look-ahead predicts (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -328,7 +328,7 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
     )
 
 
-def expected(plan: MemoryPlan, uses: np.ndarray, n_cells: int = 0) -> Residency:
+def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     """Return the residency that a managed plan will have.
 
     uses: as in Residency. n_cells: tokens of context in use.
@@ -402,7 +402,7 @@ class TimeModel:
 
     def of_plan(
         self,
-        plan: MemoryPlan,
+        plan: Plan,
         config: Config,
         skips: Skips | None = None,
         n_cells: int = 0,

@@ -294,9 +294,9 @@ def load_within(
             ) from error
         # The observer creates its own context.
         loaded.context.close()
-        assert isinstance(loaded.driver, Driver)
+        driver = loaded.store_driver
         stack.enter_context(own.pop_all())
-    return loaded.model, loaded.driver
+    return loaded.model, driver
 
 
 def observe(

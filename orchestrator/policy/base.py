@@ -298,7 +298,7 @@ class Policy:
         for each in fields(About):
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
-            raise TypeError(f"{cls.__name__} decides, and about.wants.asked_in is empty")
+            raise TypeError(f"{cls.__name__} defines decide, but about.wants.asked_in is empty")
 
     @classmethod
     def place(

@@ -133,7 +133,7 @@ class SequenceUse:
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
         use = np.frombuffer(body if written else b"", "<f8")
         if not written or not (np.isfinite(use) & (use >= 0)).all():
-            raise PolicyError("the state of a sequence is damaged, or of another model")
+            raise PolicyError("the state of a sequence is damaged or belongs to another model")
         self._of[sequence] = use.reshape(none.shape).astype(np.float64)
         self._given.add(sequence)
 
@@ -227,8 +227,8 @@ def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> t
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
-            f"--near-bits {settings.near_bits:g} is less than {near.names[-1]} has: name a lower "
-            f"tier, or ask for {bits[-1]} or more"
+            f"--near-bits {settings.near_bits:g} is too small: {near.names[-1]} has {bits[-1]} "
+            f"bits. Give {bits[-1]} or more, or name a lower tier with --near-tiers"
         )
     losses = nominal_losses(bits, 1, n_cold)[0]
     weights = 1 / np.arange(1.0, n_cold + 1) if settings.near_weights == IMPORTANCE else None

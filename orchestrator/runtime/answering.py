@@ -9,9 +9,9 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.memory.footprint import PROMPT_MARKS
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.footprint import PROMPT_MARKS
 
 # Memory of the server core for each answer that decodes at the same time. Measured with eight
 # clients: 0.13 MiB for each.

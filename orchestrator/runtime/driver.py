@@ -18,8 +18,8 @@ from orchestrator.allocation.estimate import ROUTING_TOKENS
 from orchestrator.allocation.slots import Transition
 from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
-from orchestrator.memory.shared import CELL_STEP, SharedMemory
 from orchestrator.native import FAILED, CRoom, Store
+from orchestrator.plan.shared import CELL_STEP, SharedMemory
 from orchestrator.policy import PLAIN, Policy
 from orchestrator.policy.base import Learned
 from orchestrator.runtime.idle import Idle, likely

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from orchestrator.config import Config
 from orchestrator.cost.losses import LossModel
 from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext, Model
+from orchestrator.plan.planning import Plan
 from orchestrator.policy import Policy
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded
@@ -50,10 +50,7 @@ class Inside:
     @property
     def driver(self) -> Driver:
         """The loop between the policy and the store."""
-        driver = self.loaded.driver
-        if driver.store is None:
-            raise ConfigError("llama.cpp's own path has no policy and no store")
-        return cast(Driver, driver)
+        return self.loaded.store_driver
 
     @property
     def store(self) -> Store:
@@ -66,7 +63,7 @@ class Inside:
         return self.driver.policy
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         """The memory plan: sizes of weights, expert slots and context."""
         return self.loaded.plan
 
@@ -107,7 +104,7 @@ class Evaluator:
         return self.inside.config
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         """The memory plan: sizes of weights, expert slots and context."""
         return self.inside.plan
 

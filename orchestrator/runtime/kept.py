@@ -20,8 +20,8 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import PolicyError
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import NativeServer
+from orchestrator.plan.planning import Plan
 from orchestrator.runtime.driver import NoopDriver
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash
@@ -44,7 +44,7 @@ def prompt_folder(config: Config) -> PromptFolder | None:
     return PromptFolder(config.prompt_cache, config.prompt_cache_limit)
 
 
-def state_key(config: Config, model: ExpertModel, plan: MemoryPlan) -> str:
+def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
     """Return a text that identifies everything on which a sequence's state depends.
 
     Besides its tokens, these are the model's files, the tiers and the policy that chooses among

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES, output_tokens
-from orchestrator.memory.layouts import wants_own_layout
-from orchestrator.memory.machine import Accelerator
-from orchestrator.memory.plan import MemoryPlan
-from orchestrator.memory.request import PlanRequest
 from orchestrator.native.llama import Bindings, LlamaContext, Model
+from orchestrator.plan.footprint import LEAST_CONTEXT, SIZES, output_tokens
+from orchestrator.plan.layouts import wants_own_layout
+from orchestrator.plan.machine import Accelerator
+from orchestrator.plan.planning import Plan
+from orchestrator.plan.request import PlanRequest
 from orchestrator.runtime.store_layout import has_flash
 
 
 def weights_of(
     config: Config,
-    plan: MemoryPlan,
+    plan: Plan,
     model: ExpertModel,
     bindings: Bindings,
     gpu: Accelerator | None,
@@ -48,7 +48,7 @@ def weights_of(
 
 
 def context_of(
-    config: Config, plan: MemoryPlan, model: Model, bindings: Bindings, gpu: Accelerator | None
+    config: Config, plan: Plan, model: Model, bindings: Bindings, gpu: Accelerator | None
 ) -> LlamaContext:
     """Make the context of a plan.
 

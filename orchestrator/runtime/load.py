@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.planner import Planner, Runs
-from orchestrator.errors import GGUFError
+from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.events import Phase
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
+from orchestrator.plan.planning import Plan
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
 from orchestrator.runtime.driver import Driver, NoopDriver
 from orchestrator.runtime.history import History
@@ -52,8 +53,15 @@ class Loaded:
     parts: Sequence[Part]
 
     @property
-    def plan(self) -> MemoryPlan:
+    def plan(self) -> Plan:
         return self.runs.plan
+
+    @property
+    def store_driver(self) -> Driver:
+        """The driver of a policy with a store. Raises ConfigError on llama.cpp's own path."""
+        if self.driver.store is None:
+            raise ConfigError("llama.cpp's own path has no policy and no store")
+        return cast(Driver, self.driver)
 
     def warm_up(self) -> None:
         """Compute a micro-batch and a token with few experts per layer, and forget them.
@@ -211,7 +219,7 @@ class Loader:
             raise
 
     @contextmanager
-    def _checked(self, plan: MemoryPlan) -> Iterator[None]:
+    def _checked(self, plan: Plan) -> Iterator[None]:
         """In the block, compare the tensors that llama.cpp reads with their checksums, once."""
         if plan.managed in self._sound:
             yield
@@ -229,7 +237,7 @@ class Loader:
         self._sound.add(plan.managed)
 
 
-def is_worth_loading_again(plan: MemoryPlan, beyond: int) -> bool:
+def is_worth_loading_again(plan: Plan, beyond: int) -> bool:
     """Return whether to load a model again that took `beyond` bytes more than planned.
 
     A GPU driver allocates memory in large steps, and experts gain nothing by a little more of it.

@@ -11,8 +11,8 @@ from gguf_tools.process import rss_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.events import SKIP_TIER, Phase
-from orchestrator.memory.layouts import layout_text
 from orchestrator.native import MAX_TIERS, CStats, Library, Store, touched_memory
+from orchestrator.plan.layouts import layout_text
 from orchestrator.runtime.load import Loaded, Loader
 from orchestrator.runtime.loss_meter import LossMeter
 

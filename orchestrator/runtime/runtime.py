@@ -27,7 +27,6 @@ from orchestrator.config import Config, native_log_enabled
 from orchestrator.cost.planner import Runs
 from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
-from orchestrator.memory.footprint import part_bytes
 from orchestrator.native import (
     FAILED,
     CStats,
@@ -37,6 +36,7 @@ from orchestrator.native import (
     native_config,
 )
 from orchestrator.native.llama import Bindings, Model
+from orchestrator.plan.footprint import part_bytes
 from orchestrator.policy import PLAIN, policy_settings
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
@@ -598,7 +598,8 @@ class Runtime(Closing):
         """End all computing, and free the loaded model; False if a step still runs at end_s."""
         self.stop()
         loaded = self._loaded
-        loaded.driver.end_idle()
+        with self._turns:  # _read_ahead may be starting a thread
+            loaded.driver.end_idle()
         if self._native is not None:
 
             def left_s() -> float | None:

@@ -11,11 +11,11 @@ from gguf_tools.experts.slices import LayerSlices
 from orchestrator.allocation.slots import SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.memory.layouts import with_layouts, with_product_times
-from orchestrator.memory.machine import Accelerator, serve_misses
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_product
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.layouts import with_layouts, with_product_times
+from orchestrator.plan.machine import Accelerator, serve_misses
+from orchestrator.plan.planning import Plan
 from orchestrator.policy.base import Placement
 from orchestrator.runtime.damage import Checksums, with_checksums
 
@@ -36,7 +36,7 @@ class StoreSpecs:
         self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
-    def of(self, config: Config, plan: MemoryPlan) -> StoreSpec:
+    def of(self, config: Config, plan: Plan) -> StoreSpec:
         """Return the spec of a plan with managed experts.
 
         It has file offsets, memory layout, how misses are served, and checksums.
@@ -64,7 +64,7 @@ class StoreSpecs:
         return self._product_times[at]
 
 
-def store_spec(config: Config, model: ExpertModel, plan: MemoryPlan, misses: Misses) -> StoreSpec:
+def store_spec(config: Config, model: ExpertModel, plan: Plan, misses: Misses) -> StoreSpec:
     """Return the spec of a plan without layouts and checksums. Its tiers are renumbered from 0."""
     placement = plan.placement
     if placement is None:
@@ -131,14 +131,14 @@ def store_layers(
     )
 
 
-def importance_window(config: Config, plan: MemoryPlan) -> int:
+def importance_window(config: Config, plan: Plan) -> int:
     """Return the number of queries whose attention scores a prompt's tokens: 0 none, -1 all."""
     if plan.placement is None or not plan.placement.wants.importance:
         return 0
     return {"window": config.importance_window, "exact": -1, "load": 0}[config.importance]
 
 
-def has_flash(config: Config, plan: MemoryPlan) -> bool:
+def has_flash(config: Config, plan: Plan) -> bool:
     """Return whether flash attention is used.
 
     It cannot keep the weights of all queries, which `importance=exact` needs.

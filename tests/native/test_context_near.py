@@ -1,5 +1,8 @@
-"""Context-aware placement: every expert in memory, moves that no token waits for, shared slots,
-losses, kept prefixes."""
+"""The context policy on a model:
+
+placement of resident experts, transitions that no token waits for, shared slots, loss tables and
+kept prefixes.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ def five(packed):
 
 
 def save_table(path, of, n_tiers=5):
-    """A loss table of random numbers, worse in lower tiers; returns the losses."""
+    """Write a loss table of random numbers that grow in lower tiers. Return the losses."""
     found = np.sort(RNG.random((3, 8, n_tiers)) ** 4, axis=2).round(6)
     save_losses(path, of, found)
     return found
@@ -44,7 +47,11 @@ def converse(e, number, n_answer=None):
 
 
 def until_placed(e):
-    """However slow the disk is, with few tokens: what they use would be placed for, too."""
+    """Decode until all transitions of the placement are complete.
+
+    Few tokens are used, because their routing would change the placement. A slow disk only takes
+    longer.
+    """
     at, store = e.n_cached, e.inside.store
 
     def one_more():
@@ -56,7 +63,7 @@ def until_placed(e):
 
 def test_a_loss_table_is_found_and_used(five, tmp_path):
     def used(**options):
-        """The losses that it goes by, what it notes, and where experts are at first."""
+        """Return the losses in use, the note for the user, and the initial resident tiers."""
         with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
             return e.inside.policy.placement.losses, str(runtime.note), e.inside.store.resident()
 
@@ -64,7 +71,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     found, note, nominal = used()
     assert found is None and "has no loss table" in note and "calibrate" in note
     _, note, in_own_slots = used(near_slots="own")
-    assert note == "None"  # no table could change where experts are
+    assert note == "None"  # no loss table could change the placement
     try:
         expected = save_table(beside, five)
         found, note, resident = used()
@@ -94,12 +101,15 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     [
         {"placement": "async"},
         {"placement": "wait"},
-        # studies ask for decisions that do not depend on what is in memory
+        # studies request decisions that do not depend on resident tiers
         {"placement": "async", "near_slots": "own", "exact_tiers": True},
     ],
 )
-def test_moves_read_what_changed_and_nothing_waits(five, options):
-    """Where it waits, everything is in place before an answer's first token."""
+def test_placements_read_only_changed_experts(five, options):
+    """A new placement reads at most 10 % more than the changed experts need, and no token waits.
+
+    With placement "wait", all transitions are complete before the first token of an answer.
+    """
     with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
         policy, store = e.inside.policy, e.inside.store
         model, is_async = e.inside.model, options["placement"] == "async"
@@ -131,16 +141,21 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
         assert list(stats.hits) == list(stats.requests)
         assert stats.transitions_rejected == stats.transitions_failed == 0
         assert stats.evictions == 0
-        # placed, it reads nothing more
+        # after the placement is complete, nothing more is read
         for token in ANSWER[:6]:
             e.eval([token], e.n_cached)
         assert store.stats().transition_bytes == stats.transition_bytes
 
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
-def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
-    """Two forks of a conversation decode together, one of them is dropped, and the first prompt is
-    brought back from a copy and goes on."""
+def test_a_replay_knows_sequences_and_restored_tokens(five, tmp_path, placement):
+    """A replay knows sequences and restored prefixes:
+
+    its usage sums equal those of the run within 1e-6.
+
+    Two forks of a conversation decode together, one of them is dropped, and the first prompt is
+    restored from a copy and continued.
+    """
 
     def talk(e):
         converse(e, 0, 3)
@@ -151,9 +166,9 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
         for token in ANSWER[:20]:
             e.decode_batch([token, token + 1], [0, 1])
         converse(e, 1, 5)
-        e.fork(1)  # what it held is over
+        e.fork(1)  # this ends the sequence's earlier content
         e.decode_batch([9], [1])
-        e.reset()  # all three are
+        e.reset()  # this ends all three sequences
         converse(e, 0, 2)
         e.inside.driver.restore_sequence(0, kept)
         e.eval(PROMPTS[0][:9], e.n_cached)
@@ -167,9 +182,9 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
     trace = run.trace
     assert run.stats.experts_promoted + run.stats.experts_demoted > 0
     assert set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
-    assert len(trace.restored()) == 3  # the two forks together, the third, the copy
+    assert len(trace.restored()) == 3  # the first two forks together, the third fork, the copy
     _, policy = replayed(trace, SPEEDS[1], Compute(1000.0, 1000.0))
     for mine, its in zip((*policy.use.sums, policy.use.past), run.said, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
-    # A policy that knows nothing of sequences plays it too.
+    # A policy without knowledge of sequences can replay the trace too.
     reported(trace, policy="lru", expert_ram=1 << 22)

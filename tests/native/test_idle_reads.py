@@ -1,4 +1,4 @@
-"""Experts that come in while nothing is asked for: the answers stay, and nothing else goes."""
+"""Idle reads: logits do not change, and nothing is evicted."""
 
 import os
 import signal
@@ -33,12 +33,12 @@ def opened(model, policy, answering=None, **settings):
 
 
 def begin_idle(e, used=None):
-    """Begin to read what is likely to be used into free slots."""
+    """Start to read likely experts into free slots."""
     e.inside.driver.idle(used, lambda: None)
 
 
 def idle(e, used=None):
-    """Everything that comes in has come in."""
+    """Run the idle reads to their end."""
     driver = e.inside.driver
     begin_idle(e, used)
     driver._idle.wait()
@@ -47,7 +47,7 @@ def idle(e, used=None):
 
 
 def logits(e, between=lambda: None):
-    """Of a prompt and eight tokens of its answer."""
+    """Logits of a prompt and of eight tokens of its answer."""
     rows = [e.eval(PROMPT, 0)[-1]]
     for i in range(8):
         between()
@@ -60,17 +60,17 @@ def test_answers_are_the_same(policy, device, one):
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
         expected = logits(e)
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
-        e.cancel()  # a stopped answer does not keep it from reading
+        e.cancel()  # a cancelled answer does not prevent idle reads
         assert idle(e).brought > 0
         np.testing.assert_array_equal(logits(e), expected)
-        # a request may come at any moment: it ends what is going on
+        # a request can come at any moment and ends the idle reads
         np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
         e.inside.store.check()
         with pytest.raises(ConfigError, match="load the model again to record it"):
             Recorder(e.inside)
 
 
-def test_what_was_used_most_is_in_memory_afterwards(policy, one):
+def test_the_most_used_experts_are_resident_afterwards(policy, one):
     with opened(one, policy, Answering(reads_ahead=False), remember=True) as runtime:
         answered(runtime, PROMPT, 16)
         used = runtime.inside.driver.used()
@@ -90,12 +90,12 @@ def test_what_was_used_most_is_in_memory_afterwards(policy, one):
         stats = store.stats()
         assert stats.evictions == 0
         assert stats.slot_bytes_peak <= stats.budget_bytes
-        brought = driver.brought  # the last ones may lack a matrix that has no free slot
+        brought = driver.brought  # the last experts may lack a matrix without a free slot
         assert brought >= resident.sum() > 0
-        assert idle(e, kept).brought == brought  # slots are full: nothing is exchanged
+        assert idle(e, kept).brought == brought  # slots are full, so nothing is exchanged
 
 
-def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
+def test_a_truncated_file_fails_the_step_that_needs_it(one, tmp_path):
     copy = tmp_path / "short.gguf"
     whole = one.read_bytes()
     copy.write_bytes(whole)
@@ -107,8 +107,8 @@ def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
             e.eval(PROMPT, 0)
 
 
-def test_every_step_waits_until_it_has_ended(one):
-    """No thread reads for nobody while tokens need what it would take."""
+def test_every_step_ends_idle_reads_first(one):
+    """Idle reads do not take memory bandwidth from a step."""
     calls = {
         "eval": lambda e: e.eval(PROMPT, 0),
         "decode_batch": lambda e: e.decode_batch([7], [0]),
@@ -123,7 +123,7 @@ def test_every_step_waits_until_it_has_ended(one):
             assert begun and all(begun), name
 
 
-def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
+def test_ctrl_c_at_the_start_of_idle_reads(one, monkeypatch):
     start = threading.Thread.start
 
     def interrupted(thread):
@@ -138,7 +138,7 @@ def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
         assert e.eval(PROMPT, 0).shape[0] == 1
 
 
-def test_closing_ends_it(one):
+def test_closing_ends_idle_reads(one):
     for _ in range(5):
         runtime = opened(one, "lru", remember=True)
         runtime.inside.driver.idle(None, lambda: None)
@@ -149,10 +149,10 @@ def test_closing_ends_it(one):
 def test_an_answer_is_followed_by_reads_unless_they_are_off(one):
     for reads_ahead in (True, False):
         with opened(one, "lru", Answering(reads_ahead=reads_ahead)) as runtime:
-            answered(runtime, PROMPT, 2)
+            answered(runtime, [5], 1)  # which leaves slots free
             idle_reads = runtime.inside.driver._idle
             if reads_ahead:
                 conftest.until(lambda: idle_reads.brought)  # noqa: B023
-            with runtime.evaluator() as e:  # which waits for their end
+            with runtime.evaluator() as e:  # the evaluator waits for the end of idle reads
                 e.eval(PROMPT, 0)
             assert bool(idle_reads.brought) == reads_ahead

@@ -27,7 +27,7 @@ from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import MIB, Result, caps_of, case_row, row_notes
 from orchestrator.lab.children import forget_files, memory_group, run_child
 from orchestrator.lab.table import Column, Report, Table
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 
 START_SECONDS = 300.0
 # The first line of a report with --quick.

@@ -30,7 +30,7 @@ from orchestrator.lab.bench.rows import (
     step,
 )
 from orchestrator.lab.table import Column, fixed, percent
-from orchestrator.memory.plan import scratch_bytes
+from orchestrator.plan.planning import scratch_bytes
 from orchestrator.settings import setting
 
 # Types that llama.cpp repacks at load. Repacking needs memory for one more tensor.

@@ -217,9 +217,9 @@ def free_bytes(device: str | None) -> int:
 def run_device(job: Job) -> Result:
     """Measure the device: its name, its memory and its copy bandwidth."""
     from orchestrator.errors import ConfigError
-    from orchestrator.memory.machine import find_gpu
     from orchestrator.native import measure_device
     from orchestrator.native.llama import Bindings
+    from orchestrator.plan.machine import find_gpu
 
     bindings = Bindings.load()
     gpu = find_gpu(bindings, job.device or "")

@@ -40,8 +40,8 @@ from orchestrator.lab.bench.rows import (
     step,
 )
 from orchestrator.lab.table import Column, Report, fixed, percent
-from orchestrator.memory.footprint import model_shape
 from orchestrator.native.abi import WAITS
+from orchestrator.plan.footprint import model_shape
 from orchestrator.runtime.load import SPARE_BYTES
 from orchestrator.settings import again, setting
 

@@ -75,7 +75,11 @@ def tier_expert_bytes(model: ExpertModel, tier: str) -> int | None:
 
 def _shape(options: BenchOptions) -> synthetic.Shape:
     shape = synthetic.preset(options.model_name)
-    return shape if options.layers is None else replace(shape, n_layer=options.layers)
+    return replace(
+        shape,
+        n_layer=options.layers or shape.n_layer,
+        n_vocab=options.vocab or shape.n_vocab,
+    )
 
 
 def _path(options: BenchOptions, tier: str) -> Path:
@@ -84,7 +88,8 @@ def _path(options: BenchOptions, tier: str) -> Path:
     else:
         sources = sorted(Path(str(synthetic.__file__)).parent.glob("*.py"))
         layers = "" if options.layers is None else f"-{options.layers}"
-        stem = f"{options.model_name}{layers}-{options.routing}-{options.seed}"
+        vocab = "" if options.vocab is None else f"-v{options.vocab}"
+        stem = f"{options.model_name}{layers}{vocab}-{options.routing}-{options.seed}"
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -46,7 +47,8 @@ class BenchOptions(Settings):
       the process itself is larger than the model, so the cap applies to the expert slots only.
     - tokens: measured decode steps, after `warmup` unmeasured ones.
     - max_seconds: time limit for the decode steps of one process; at least 8 are measured.
-    - layers: number of layers of a random-weight model, instead of the shape's default.
+    - layers, vocab: number of layers and of vocabulary entries of a random-weight model, instead of
+      the shape's defaults.
     """
 
     shape: str = setting(
@@ -101,6 +103,13 @@ class BenchOptions(Settings):
         within=FROM_1,
         shown="a few",
     )
+    vocab: int | None = setting(
+        None,
+        "Vocabulary size of a random-weight model, such as 151936.",
+        within=(512, math.inf),
+        shown="a small one",
+        group=MORE,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,8 +123,11 @@ class BenchOptions(Settings):
             raise ConfigError("--caps must be percentages between 0 and 100")
         if len({f"{cap:.0%}" for cap in self.caps}) < len(self.caps):
             raise ConfigError("--caps must differ by at least 1 %")
-        if self.layers is not None and self.trained:
-            raise ConfigError("--layers has no effect with --shape demo: leave one of the two out")
+        for name in ("layers", "vocab"):
+            if getattr(self, name) is not None and self.trained:
+                raise ConfigError(
+                    f"--{name} has no effect with --shape demo: leave one of the two out"
+                )
 
     @classmethod
     def of(cls: type[Asked], given: Mapping[str, Any]) -> Asked:

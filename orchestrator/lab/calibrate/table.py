@@ -43,10 +43,13 @@ from gguf_tools.quantize.tiers import parse_types
 from orchestrator.allocation.estimate import ROUTING_TOKENS, surprise
 from orchestrator.cache.files import whole_file
 from orchestrator.cache.profile import cached_path, identity
+from orchestrator.config import Config
+from orchestrator.cost.calibrating import CalibrationTime, format_duration
 from orchestrator.cost.losses import Fit, LossTable, load, save
 from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Calibration, Progress, read_calibration, spill_folder
+from orchestrator.lab.calibrate.default import default_calibration
 from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
@@ -217,11 +220,37 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
     return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
 
 
-Report = Callable[[str, float], None]
+# The size of a window, in tokens.
+WINDOW = ROUTING_TOKENS
+_FORM = 5
 
-# Default number of tokens of the text, and the size of a window.
-TOKENS, WINDOW = 8192, ROUTING_TOKENS
-_FORM = 4
+# Names of the parts of a run, in addition to the passes.
+QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "stored", "measuring"
+
+
+class Parts:
+    """Progress of a run of several parts, which are done in order.
+
+    seconds: the predicted duration of each part.
+    """
+
+    def __init__(self, seconds: Mapping[str, float], progress: Progress) -> None:
+        self._seconds, self._progress = seconds, progress
+
+    @property
+    def total_s(self) -> float:
+        """The predicted seconds of all parts."""
+        return sum(self._seconds.values())
+
+    def of(self, name: str) -> Progress:
+        """Return the progress of one part."""
+        names = list(self._seconds)
+        before = sum(self._seconds[each] for each in names[: names.index(name)])
+
+        def report(share: float) -> None:
+            self._progress((before + share * self._seconds[name]) / self.total_s)
+
+        return report
 
 
 class Kept:
@@ -257,6 +286,7 @@ class Kept:
 
     @property
     def rows(self) -> Path:
+        """The file of logits, which is created if it does not exist."""
         path = self.folder / "logits.f32"
         path.touch()
         return path
@@ -270,6 +300,7 @@ class Kept:
             return dict(found)
 
     def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Save arrays under a name."""
         with whole_file(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
@@ -277,15 +308,16 @@ class Kept:
 def read_windows(method: Method, path: Path) -> Calibration:
     """Return a calibration's text for this model, its documents concatenated and cut into windows.
 
-    All windows have the same length, because windows of one step need equal numbers of tokens.
+    Without a text in `method`, it is the default text. All windows have the same length, because
+    windows of one step need equal numbers of tokens.
     """
-    if method.calib is None:
-        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     words = Model(
         Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
     )
     with closing(words):
         tokenize = partial(words.tokenize, add_special=True, parse_special=True)
+        if method.calib is None:
+            return default_calibration(tokenize, method.tokens, WINDOW)
         found = read_calibration(tokenize, method.calib, method.tokens, WINDOW)
     tokens = [token for window in found.windows for token in window]
     starts = range(0, max(1, len(tokens) - WINDOW + 1), WINDOW)
@@ -298,13 +330,13 @@ def measure_losses(
     reference: Path | None,
     types: Sequence[str],
     out: Path,
-    report: Report,
+    progress: Progress,
     note: Callable[[str], None],
 ) -> LossTable:
     """Measure and write the loss table of a file's tiers and of further types.
 
-    The types are quantized by `method` from `reference`; None uses the file's best tier. `report`
-    is called with (activity, completed fraction); `note` receives messages for the user.
+    The types are quantized by `method` from `reference`; None uses the file's best tier. `note`
+    receives messages for the user; the first one says how long the rest takes.
     """
     text = read_windows(method, source)
     asked = {
@@ -319,7 +351,14 @@ def measure_losses(
         tiers = [tier.name for tier in model.tiers]
         if kept.went_on:
             note(f"Continued the interrupted run saved in {kept.folder}.")
-        run = _Run(method, model, text, kept, report)
+        config = Config.build(model=source, threads=method.threads)
+        time = CalibrationTime.of(model, config, text.n_tokens)
+        todo = [] if kept.table.exists() else _first_parts(method, source, reference)
+        todo += [name for name, _ in passes(tiers) if not kept.arrays(name)]
+        seconds = {READING: time.read_s, MEASURING: time.measure_s}
+        parts = Parts({name: seconds.get(name, time.pass_s) for name in todo}, progress)
+        note(f"Calibrating takes about {format_duration(parts.total_s)}. {_CONTINUES}")
+        run = _Run(method, model, text, kept, parts)
         if not kept.table.exists():
             save(kept.table, model, run.measured(reference, types, note))
         table = load(kept.table, model)
@@ -333,14 +372,25 @@ def measure_losses(
     return table
 
 
+_CONTINUES = "If it is interrupted, the same command continues it."
+
+
+def _first_parts(method: Method, source: Path, reference: Path | None) -> list[str]:
+    """Return the names of the parts that make the table without factors."""
+    parts = [READING, READING_STORED, MEASURING]
+    if reference in (None, source):
+        parts.remove(READING_STORED)
+    return parts if method.chosen == RTN else [QUANTIZING, *parts]
+
+
 class _Run:
     """The passes of one calibration."""
 
     def __init__(
-        self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, report: Report
+        self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, parts: Parts
     ) -> None:
         self._method, self._model, self._text, self._kept = method, model, text, kept
-        self._report = report
+        self._parts = parts
         self._threads = compute_threads(method.threads)
 
     def measured(
@@ -352,24 +402,20 @@ class _Run:
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
         with ExitStack() as stack:
             full = stack.enter_context(ExpertModel.open(path))
-            by = stack.enter_context(
-                open_quantizer(
-                    quantizing, path, lambda done: self._report("Calibrating", done), note
-                )
-            ) or Rtn(load_ggml())
+            progress = (lambda _: None) if quantizing.chosen == RTN else self._parts.of(QUANTIZING)
+            by = stack.enter_context(open_quantizer(quantizing, path, progress, note))
+            by = by or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
             # Inputs are needed only if some precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
-            self._say(path, sums)
+            self._say(path, sums, self._parts.of(READING))
             if path != model.path:
-                self._say(model.path, None)
-            return precisions.table(
-                sums, self._text, lambda done: self._report("Measuring losses", done)
-            )
+                self._say(model.path, None, self._parts.of(READING_STORED))
+            return precisions.table(sums, self._text, self._parts.of(MEASURING))
 
-    def _say(self, path: Path, sums: OutputSums | None) -> None:
+    def _say(self, path: Path, sums: OutputSums | None, progress: Progress) -> None:
         """Read the text in a file's best tier, and save its log-probabilities."""
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:
@@ -383,7 +429,7 @@ class _Run:
                 for logits in step.logits:
                     rows.rows[at] = log_softmax(logits)
                     at += 1
-                self._report("Reading the text", done / len(reader.steps))
+                progress(done / len(reader.steps))
             rows.close()
 
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
@@ -392,14 +438,11 @@ class _Run:
         Raises ConfigError if nothing can be compared, and the exceptions of loading a model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
-        todo, found = passes(tiers), {}
-        for number, (name, tier) in enumerate(todo):
+        found = {}
+        for name, tier in passes(tiers):
             known = self._kept.arrays(name)
             if not known:
-
-                def progress(share: float, number: int = number) -> None:
-                    self._report("Fitting KL", (number + share) / len(todo))
-
+                progress = self._parts.of(name)
                 known = self._moved(plain, name, tier, tiers[0], progress)._asdict()
                 self._kept.keep(name, known)
             found[name] = Moved(**known)

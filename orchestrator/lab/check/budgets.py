@@ -17,9 +17,9 @@ from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.children import Result, run_child
-from orchestrator.memory.machine import Machine, find_gpu, probe
-from orchestrator.memory.plan import plan_memory
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.machine import Machine, find_gpu, probe
+from orchestrator.plan.planning import plan_memory
 from orchestrator.policy import BASELINE, PLAIN, POLICIES, spends_loss
 from orchestrator.runtime.answering import Answering
 

@@ -33,8 +33,8 @@ from orchestrator.lab.check.budgets import (
     settings_of,
 )
 from orchestrator.lab.children import Result
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import notes_of
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import notes_of
 from orchestrator.policy import ALLOWED_LOSS
 from orchestrator.runtime.support import MANAGED, NOT, support_of
 

@@ -28,8 +28,8 @@ from orchestrator.lab.eval.text import Document, Window, needed_tokens, read_doc
 from orchestrator.lab.eval.virtual import VirtualStore
 from orchestrator.lab.replay.figures import counted, ratio
 from orchestrator.lab.replay.trace import COMPUTED, COUNTERS, ROUTED
-from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.native import CStats
+from orchestrator.plan.footprint import LEAST_CONTEXT, SIZES
 from orchestrator.policy import BASELINE
 from orchestrator.runtime.evaluator import Evaluator
 from orchestrator.runtime.load import Progress

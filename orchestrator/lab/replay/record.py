@@ -19,8 +19,8 @@ from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, distinct,
 from orchestrator.lab.replay.figures import counted
 from orchestrator.lab.replay.simulate import Transport
 from orchestrator.lab.replay.trace import ARRAYS, ENDS, PROMPT_ENDS, STARTS, VERSION, Header, Trace
-from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy import BASELINE, POLICIES, policy_class
 from orchestrator.policy.base import place
 from orchestrator.runtime.evaluator import Evaluator, Inside

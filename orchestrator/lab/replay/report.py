@@ -24,8 +24,8 @@ from orchestrator.lab.replay.simulate import (
 )
 from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.lab.table import Column, Row, Table, percent
-from orchestrator.memory.choice import tiers_between, unused_option
 from orchestrator.native import MAX_AHEAD, Library
+from orchestrator.plan.choice import tiers_between, unused_option
 from orchestrator.policy import (
     BASELINE,
     PLAIN,

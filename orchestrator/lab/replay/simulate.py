@@ -23,9 +23,9 @@ from orchestrator.cost.losses import load
 from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.events import ComputedStep, Phase
 from orchestrator.lab.replay.trace import Step, Trace
-from orchestrator.memory.footprint import model_shape
 from orchestrator.native import CStats, Library, StoreSpec
 from orchestrator.native.store import Store, event_arrays
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy import Policy
 from orchestrator.policy.base import History, place
 from orchestrator.runtime.driver import Driver

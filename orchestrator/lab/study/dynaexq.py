@@ -39,7 +39,7 @@ from orchestrator.lab.study.study import (
 )
 from orchestrator.lab.study.subject import Part, Score, Settings, Subject, Uses, halves, parts_of
 from orchestrator.lab.table import Column, Row, Table, fixed, percent
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.dynaexq import HIGH, LOW, DynaExqSettings, resident_plan
 
 # Seeds of random hot sets.

@@ -32,7 +32,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.lab.calibrate.capture import spill_folder
 from orchestrator.lab.calibrate.methods import IMATRIX, RTN, Method, open_quantizer
 from orchestrator.lab.eval.run import EvalOptions
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 from orchestrator.runtime.load import Progress
 
 # Default types, which take seconds to quantize. The IQ types take ten times as long.

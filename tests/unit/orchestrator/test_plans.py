@@ -1,4 +1,5 @@
-"""Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
+"""The plans for one memory size, the Pareto frontier of time and loss, and the plan that --max-loss
+chooses."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,14 +28,14 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import MemoryPlan, plan, plan_memory
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import Plan, plan, plan_memory
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
-# Nats of a use in each tier of the file, and skipped.
+# Nats per use in each tier of the file, and of a skipped expert.
 NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory):
 
 
 class Nats:
-    """Every use costs what its tier does."""
+    """An estimate by which each use costs the nats of its tier."""
 
     def of_uses(self, uses, tiers):
         return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
@@ -53,9 +54,9 @@ class Nats:
 
 @dataclass
 class Takes:
-    """Absent bytes take ten times as long as present ones."""
+    """Predicted times by which absent bytes take ten times as long as resident ones."""
 
-    plan: MemoryPlan
+    plan: Plan
     residency = SimpleNamespace(hit_rate=1.0)
 
     @property
@@ -72,7 +73,8 @@ class Takes:
 
 
 class Played(Planner):
-    """A machine of 64 GiB whose times are those of Takes, without the history of earlier runs."""
+    """A planner for a machine with 64 GiB, with the times of Takes and without the history of
+    earlier runs."""
 
     def __init__(self, model, estimate):
         self._config, self._model = Config.build(model=model.path), model
@@ -108,7 +110,7 @@ def frontier(config, model, estimate=Nats()):  # noqa: B008
 
 
 def ask(model, share, **settings):
-    """Slots for so large a share of the best tier."""
+    """Settings with slots for this share of the best tier."""
     slots = int(
         share
         * plan_memory(
@@ -120,8 +122,8 @@ def ask(model, share, **settings):
     return Config.build(model=model.path, expert_ram=slots, **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model):
-    """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
+def test_speeds_are_shown_for_several_context_lengths(model):
+    """Speeds are shown after 8k, 32k and 128k tokens, up to the length of the context."""
     assert LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
@@ -143,8 +145,9 @@ def found(model):
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model, found):
-    """Without a loss that is allowed the usual plan is taken, whatever is faster."""
+def test_all_policies_and_uniform_types_are_candidates(model, found):
+    """Without an allowed loss the default plan is used, even if others are faster. All policies and
+    uniform types are candidates."""
     usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
@@ -158,18 +161,18 @@ def test_all_policies_and_uniform_types_are_on_it(model, found):
         assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
     lossless = labels["lru, high-tier q8_0"]
     assert not lossless.resident and lossless.kl == 0.0
-    # What everyone computes alike is there once.
+    # Plans that compute the same appear once.
     assert not any(
         each.resident and len(each.tiers) == 1 and each.policy != "lru" for each in found.candidates
     )
     mixed = labels["mixed"]
     assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.kl_at_most
     skips = labels["dymoe, high-tier q4_k, low-tier skip"]
-    # One of a token's six experts.
+    # One of the six experts per token is skipped.
     assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found):
+def test_plans_on_the_frontier_are_not_dominated(found):
     candidates = found.candidates
     assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
@@ -202,7 +205,7 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     name = plan.placement.name if plan.placement else "plain"
     assert name == found.taken.policy
     assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
-    # A policy that spends a loss gets what its best tier leaves of it.
+    # A policy with a loss budget gets what its best tier leaves of the allowed loss.
     spent = {
         each.tiers[0]: each.settings[ALLOWED_LOSS]
         for each in found.candidates
@@ -215,7 +218,8 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
 
 
 def test_a_loss_without_a_table_is_refused(model):
-    """A loss of 0 is not: every plan that keeps to it is lossless by construction."""
+    """--max-loss above 0 needs a loss table. 0 does not, because lossless plans are known without
+    it."""
     config = ask(model, 0.4, max_loss=0.1)
     with pytest.raises(ConfigError, match="calibrate first"):
         frontier(config, model, None)
@@ -231,7 +235,7 @@ def made(name, token_ms, kl):
     return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
-def test_as_fast_is_decided_by_the_loss():
+def test_equally_fast_plans_are_ordered_by_loss():
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
@@ -240,14 +244,15 @@ def test_as_fast_is_decided_by_the_loss():
         choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster():
-    """What spends a loss is asked for with what is left of it, which changes with the routing."""
+def test_the_previous_plan_stays_until_another_is_clearly_faster():
+    """The previous plan is kept unless another is more than AGREE times as fast. Its remaining loss
+    budget may differ, because that depends on the routing."""
     fast = made("a", 1.0, 0.01)
     for name, token_ms, kl, stays in (
         ("b", 1.0 * AGREE, 0.02, True),
         ("b", 1.01 * AGREE, 0.02, False),
-        ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
-        ("c", 1.1, 0.02, False),  # it was another one
+        ("b", 1.1, 0.2, False),  # its loss is now above the allowed one
+        ("c", 1.1, 0.02, False),  # not the previous plan
     ):
         other = made(name, token_ms, kl)
         other = replace(other, settings={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
@@ -266,8 +271,9 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
     ({"high_tier": "q4_k"}, ("q4_k",), None),
 )
-def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
-    """A file with several tiers asks for nothing; what is lossless is so without a table."""
+def test_lossy_plans_are_used_only_if_an_option_asks_for_them(model, asked, taken, kl):
+    """A lossy plan is used only if an option asks for less precision. Lossless plans have a loss of
+    0 without a loss table."""
     config = ask(model, 0.6, **asked)
     found = frontier(config, model, None)
     assert ((*found.taken.tiers,), found.taken.kl) == (taken, kl)
@@ -280,7 +286,7 @@ def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
 
 
 class Skipping(Takes):
-    """What may be skipped takes half of the time."""
+    """Times by which a policy with a loss budget takes half as long."""
 
     def token_s(self, cells=0):
         spends = self.plan.placement.spends is not None if self.plan.placement else False
@@ -297,10 +303,11 @@ class Skipping(Takes):
     ({"low_tier": "q2_k"}, True, True, None),
     ({"conversations": False}, True, True, None),
 )
-def test_a_lossless_conversation_hears_what_a_loss_would_bring(
+def test_a_lossless_chat_notes_the_gain_of_max_loss(
     settings, fitted, measured, says, model, monkeypatch
 ):
-    """The note needs the loss table and the speeds to be known without measuring."""
+    """The note appears only for a lossless chat without further options, if the loss table and the
+    measured speeds are known."""
 
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
 
@@ -317,7 +324,7 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found, tmp_path):
+def test_plans_as_text_and_as_a_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -353,7 +360,7 @@ def config_of(model, **settings):
     ({"max_loss": 0.01, "ram": 1 << 30}, False),
     ({"max_loss": 0.01, "threads": 1}, False),
 )
-def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
+def test_a_stored_plan_belongs_to_the_settings_that_affect_it(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
     TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
     found = TakenPlans(config_of(model, **asked), model).recall()
@@ -361,7 +368,7 @@ def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
     assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model, user_folder):
+def test_a_damaged_stored_plan_is_ignored(model, user_folder):
     taken = TakenPlans(config_of(model), model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
@@ -382,8 +389,9 @@ AS_ASKED = "lossless, because no option allows a loss"
     (165.0, 156.2, True, "lru", "lossless, and 5.6% faster than dymoe."),
     (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),
 )
-def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
-    """The default, unless another lossless plan is more than 5 % faster."""
+def test_the_marked_plan_is_the_one_that_runs(dymoe_ms, lru_ms, may_switch, taken, why):
+    """The default plan runs, unless another lossless plan is more than 5 % faster and a switch is
+    allowed."""
     usual, other = made("dymoe", dymoe_ms, 0.0), made("lru", lru_ms, 0.0)
     lossy = made("mixed", 1.0, 0.1)
     shown = Frontier.of([lossy, other, usual], usual, "q4_k", may_switch=may_switch)
@@ -399,7 +407,7 @@ def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
     (1.06, {"policy": "dymoe"}, "dymoe"),
     (1.06, {"n_ahead": 2}, "dymoe"),
 )
-def test_a_chat_runs_what_plan_marks(model, dymoe_takes, asked, policy):
+def test_a_chat_runs_the_plan_that_plan_marks(model, dymoe_takes, asked, policy):
     class TakesLonger(Takes):
         def token_s(self, cells=0):
             name = self.plan.placement.name if self.plan.placement else "plain"

@@ -1,4 +1,4 @@
-"""The contract of policies, and that planning makes none of them."""
+"""The contract of policies, and that planning creates no policy object."""
 
 import ast
 import copy
@@ -15,15 +15,15 @@ import orchestrator
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import Refusal, plan, planned
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import Refusal, plan, planned
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
 from orchestrator.runtime.load import Loader
 
 ROOT = Path(orchestrator.__file__).parent
-# What a policy has of its placement and its declaration, beside the members that it may write.
+# Attributes that a policy inherits from its placement and its declaration.
 GIVEN = {*(About.__dataclass_fields__), "placement", "shape", "settings", "rules"}
 OPTIONAL = {"recall", "learned", "save_sequence", "restore_sequence"}
 
@@ -33,7 +33,8 @@ def members(kind):
 
 
 def test_the_contract_has_eight_members_and_four_optional_ones():
-    """And the docstring has all of them in one table."""
+    """`Policy` has at most eight required members and four optional ones, and its docstring lists
+    all of them in one table."""
     every = members(Policy) - GIVEN | {"about"}
     assert every >= OPTIONAL and len(every - OPTIONAL) <= 8, every
     listed = re.findall(r"^\s*\| (\w[\w, ]*) \|", inspect.getdoc(Policy), re.M)[1:]
@@ -42,7 +43,7 @@ def test_the_contract_has_eight_members_and_four_optional_ones():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
-    """What it overrides has the parameters of the contract."""
+    """Overridden methods have the parameter names of the contract."""
     for each in members(POLICIES[name]) & (members(Policy) - GIVEN):
         own, base = (getattr(kind, each, None) for kind in (POLICIES[name], Policy))
         if callable(base):
@@ -55,17 +56,17 @@ def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
     r"\bdeepcopy\b",
     r"is(instance|subclass)\((\w+\.)*policy,",
 )
-def test_policies_are_not_copied_and_not_asked_for_their_class(forbidden):
-    """But for studies of one policy."""
+def test_policies_are_not_copied_and_no_code_checks_their_class(forbidden):
+    """No code outside of studies of one policy copies policies or checks their class."""
     paths = [path for path in ROOT.rglob("*.py") if path.parent.name != "study"]
     assert [str(path) for path in paths if re.search(forbidden, path.read_text())] == []
 
 
-def test_no_exception_steers_the_planning():
-    """A refusal is a value, which front ends turn into their error. `pack --for-ram` does so
-    itself."""
+def test_planning_does_not_use_exceptions_as_control_flow():
+    """Planning returns refusals as values and raises or catches no BudgetError. Only `pack
+    --for-ram` raises it."""
     places = []
-    for room in ("memory", "allocation", "policy", "cost"):
+    for room in ("plan", "allocation", "policy", "cost"):
         for path in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = []
@@ -77,12 +78,12 @@ def test_no_exception_steers_the_planning():
                     names = node.args
                 if any("BudgetError" in ast.dump(each) for each in names if each):
                     places.append(f"{room}/{path.name}")
-    assert places == ["memory/tiers_for.py"]
+    assert places == ["plan/tiers_for.py"]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_placement_is_pure(name):
-    """The same arguments give the same placement, and nothing that they share changes."""
+    """Equal arguments give equal placements, and the arguments do not change."""
     several = POLICIES[name].precisions.least > 1
     shape = five_tiers() if name in ("mixed", "context") else make_shape()
     if not several:
@@ -93,9 +94,9 @@ def test_a_placement_is_pure(name):
     assert one.text == other.text and shape == before
 
 
-def test_a_plan_makes_no_policy(monkeypatch):
+def test_planning_creates_no_policy(monkeypatch):
     def refuse(self, placement):
-        raise AssertionError("a policy was made")
+        raise AssertionError("a policy was created")
 
     monkeypatch.setattr(Policy, "__init__", refuse)
     of = model("three")
@@ -106,8 +107,8 @@ def test_a_plan_makes_no_policy(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, "dymoe", "mixed"])
-def test_one_start_makes_one_policy(bindings, tiny_model, monkeypatch, name):
-    """With the plans that are compared before it."""
+def test_loading_a_model_creates_one_policy(bindings, tiny_model, monkeypatch, name):
+    """Comparing plans creates no policy."""
     path, made = tiny_model("qwen3moe", "q4_k", "q2_k"), []
     begin = Policy.__init__
     monkeypatch.setattr(

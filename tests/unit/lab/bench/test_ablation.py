@@ -19,7 +19,7 @@ from orchestrator.lab.bench.cases import (
     paper_rows,
 )
 from orchestrator.lab.bench.child import COLD, DECODE, PROMPT
-from orchestrator.memory.footprint import model_shape
+from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 
@@ -46,7 +46,7 @@ def test_slots_of_one_token_hold_k_experts_of_one_layer(tmp_path):
 
 
 def fake_run(job):
-    """What a process of this job would print, with speeds from DECODE_MS."""
+    """Output of a process for this job, with the durations of DECODE_MS."""
     low, ahead = job.settings.get("low_tier"), job.settings.get("prefetch")
     name = {
         (None, "off"): CACHE,
@@ -74,7 +74,8 @@ def faked(monkeypatch, no_disk):
 
     def spawn(job, enter=None):
         jobs.append(job)
-        if job.settings.get("low_tier") == "skip" and job.settings["expert_ram"] > 1.9e6:  # at 80 %
+        # the row with a limit of 80 %
+        if job.settings.get("low_tier") == "skip" and job.settings["expert_ram"] > 1.9e6:
             return {"error": "died of SIGILL"}
         return fake_run(job)
 
@@ -93,13 +94,13 @@ def test_speedups_refer_to_load_on_demand_under_the_same_cap(faked):
             assert row["speedup_ttft"] == pytest.approx(100 / DECODE_MS[name])
             assert row["ttft_ms"] == pytest.approx(3 * DECODE_MS[name])
             assert row["ttft_cold_ms"] == pytest.approx(10 * DECODE_MS[name])
-            assert row["hit_rate"] == pytest.approx(0.4)  # of measured decode steps alone
+            assert row["hit_rate"] == pytest.approx(0.4)  # only measured decode steps count
             assert row["bytes_per_token"] == pytest.approx(2e6)
     assert rows[SKIP_AHEAD, 0.6]["mix"] == {"high": 0.75, "low": 0.0, "skip": 0.25}
     assert "speedup_tpot" not in rows[MANAGED, None]
     assert rows[SKIP_AHEAD, 0.8]["error"] == "died of SIGILL"
     slots = [job.settings["expert_ram"] for job in jobs if job.settings.get("expert_ram")]
-    assert slots.count(min(slots)) == 4  # row 1: two caps, two runs
+    assert slots.count(min(slots)) == 4  # row 1 with two limits and two runs
 
 
 @pytest.mark.parametrize("shape", ["olmoe", "demo"])
@@ -110,9 +111,9 @@ def test_quick_ablation_end_to_end(real_engine, shape):
     report = Ablation().run(options)
     rows = {row["name"]: row for row in report.rows}
     assert not {name: row["error"] for name, row in rows.items() if "error" in row}
-    # Upstream stands beside them only where it is capped.
+    # Upstream appears only if the process is capped.
     assert list(rows) == [MANAGED, "lru", *PAPER]
-    # What load on demand reads is gone when it is needed again; a cache keeps some of it.
+    # Load on demand reads experts again each time; a cache keeps some.
     assert rows[ON_DEMAND]["hit_rate"] == 0.0
     assert rows[MANAGED]["hit_rate"] == 1.0
     for name in PAPER[1:]:

@@ -1,4 +1,4 @@
-"""The tests here share what studies are made on, and what each of them says of it."""
+"""Shared fixtures of study tests, and the output of each study."""
 
 import json
 from functools import cache
@@ -22,7 +22,7 @@ TEXTS = {
 
 @pytest.fixture(scope="session")
 def domains(tmp_path_factory):
-    """A text of two domains."""
+    """A text with two domains."""
     path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
     records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -31,22 +31,25 @@ def domains(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def short_texts():
-    """The tests look at tables, not at what stands in them."""
+    """Allow short texts, because the tests check the tables and not their values."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "LEAST_TOKENS", 16)
         yield
 
 
-# Studies of halves need all of the text; the others do with little.
+# Studies that split the text into halves need all of it. Others use a part.
 WHOLE = ("demotion", "memory", "near-bits")
-# One size of the hot set shows what there is to see, in half of the time.
+# One size of the hot set suffices, and takes half the time.
 MORE = {"near-bits": ["--hot-experts", "2"]}
 
 
 @pytest.fixture(scope="session")
 def published(model, domains, tmp_path_factory):
-    """What a study wrote of the random model, by its name; each study runs once. data: its JSON;
-    shown: what it printed; folder: what it wrote to."""
+    """published(name): output of a study on the random model; each study runs once.
+
+    data: its JSON. shown: its printed text. folder: where it wrote files. passes, said: its passes
+    over the text and its stderr.
+    """
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
 
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"

@@ -1,4 +1,4 @@
-"""Few bits for near experts: which tiers they may have, and whose settings the study takes."""
+"""Few bits for near experts: their tiers, and the options of the study."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""A study says how long it takes, and refuses a text that says nothing."""
+"""A study refuses a text with too few tokens."""
 
 import pytest
 from click.testing import CliRunner

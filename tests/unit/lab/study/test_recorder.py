@@ -1,4 +1,5 @@
-"""What studies see of a model that reads: the same within a cap on memory, which they keep to."""
+"""Activations that studies record: equal with and without a memory limit, and read within the
+limit."""
 
 import pytest
 from click.testing import CliRunner
@@ -21,10 +22,10 @@ def test_activations_are_the_same_within_a_cap(library, model):
 @pytest.mark.parametrize("name", ["similarity", "votes", "context"])
 def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, tmp_path, monkeypatch, name):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    rooms = []
+    limits = []
 
     def too_small(*given):
-        rooms.append(given[-1])
+        limits.append(given[-1])
         raise BudgetError("as it says there")
 
     monkeypatch.setattr(observe, "load_within", too_small)
@@ -32,5 +33,5 @@ def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, tmp_path, 
     options += ["--text", str(domains), "--study", name, "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli, ["eval", *options, "--max-tokens", "48", "--ram", "100MiB"])
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "Error: as it says there")
-    (room,) = rooms
-    assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
+    (limit,) = limits
+    assert limit.ram == 100 << 20 and limit.own > 0 and "study" in limit.use

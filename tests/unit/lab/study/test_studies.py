@@ -1,4 +1,4 @@
-"""The studies' own decisions, and what they refuse."""
+"""Policies of the studies, recall and cosine, recorded logits, and refused options."""
 
 import sys
 
@@ -24,7 +24,8 @@ K, N = 4, 16
 
 
 class Inner:
-    """The two heaviest of a token's experts high, the others low; in prefill the first five."""
+    """Decode: the two heaviest experts of a token are high, the others low. Prefill: the first five
+    experts are high, the others skipped."""
 
     critical = (1, 2)
 

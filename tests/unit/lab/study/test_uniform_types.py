@@ -1,4 +1,4 @@
-"""Uniform types to compare with: which are made, how, and that none is left behind."""
+"""Uniform types for comparison: the list, how files are made, and their deletion."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def types(model, **options):
     return UniformTypes(Config.build(model=model, threads=1), EvalOptions(**options))
 
 
-def test_types_are_made_one_at_a_time_and_files_are_taken_as_they_are(model, tmp_path, monkeypatch):
+def test_types_are_made_one_at_a_time_and_given_files_are_used(model, tmp_path, monkeypatch):
     monkeypatch.setattr(uniform, "spill_folder", lambda: tmp_path)
     calib = tmp_path / "calib.txt"
     calib.write_text("The fox sat by the river and looked at the stars. " * 40)

@@ -17,12 +17,12 @@ from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError
 from orchestrator.events import SKIP_TIER
-from orchestrator.memory import footprint
-from orchestrator.memory.choice import Choice, choose, rules_of, settings_of, wants_plain
-from orchestrator.memory.footprint import LEAST_CONTEXT, SIZES
-from orchestrator.memory.machine import Device, Machine
-from orchestrator.memory.request import Counted, PlanRequest, Size
-from orchestrator.memory.shared import CELL_STEP, Line, SharedMemory, longest_context
+from orchestrator.plan import footprint
+from orchestrator.plan.choice import Choice, choose, rules_of, settings_of, wants_plain
+from orchestrator.plan.footprint import LEAST_CONTEXT, SIZES
+from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.request import Counted, PlanRequest, Size
+from orchestrator.plan.shared import CELL_STEP, Line, SharedMemory, longest_context
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
 from orchestrator.policy.base import UNKNOWN, History, Placement, place
 
@@ -34,8 +34,8 @@ SHARE = 1 / 16
 # How often an answer reads an expert without a slot, per token of its prompt and relative to the
 # mean use of an expert. An answer has an eighth of its prompt's length: the medians of
 # conversations in Splitwise (ISCA 2024, Figure 3) are 129 and 1,020 tokens. Experts without a slot
-# are the least used ones; half the mean is a safe estimate (docs/experiments/prompts.md,
-# "Micro-batches by memory").
+# are the least used ones; half the mean is a safe estimate (docs/experiments/engine.md,
+# "What a long prompt does to the cache").
 ABSENT_USE = 1 / 8 / 2
 
 
@@ -77,7 +77,7 @@ class _TooSmall(Refusal):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class Plan:
     """The division of memory for one model. Sizes are in bytes.
 
     n_ubatch: micro-batch size in tokens. ram_bytes: cap on all host memory of the model. cap_bytes:
@@ -173,7 +173,7 @@ class MemoryPlan:
 
 def plan(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
-) -> MemoryPlan | Refusal:
+) -> Plan | Refusal:
     """Plan the memory of a model: the machine's device, if it has one, and the host's memory.
 
     If no policy is named, the choice is llama.cpp's own path if everything fits and no option asks
@@ -191,12 +191,12 @@ def plan(
 
 def least(
     request: PlanRequest, model: ExpertModel, machine: Machine, history: History = UNKNOWN
-) -> MemoryPlan | Refusal:
+) -> Plan | Refusal:
     """Return the plan under the smallest limit that works: of --ram, or of --vram with a GPU."""
     return _Layout(request, model, machine, history).least()
 
 
-def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryPlan:
+def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> Plan:
     """Plan from the file alone, without history or llama.cpp's own counts.
 
     Raises BudgetError for a refusal, with the smallest limit that works.
@@ -204,7 +204,7 @@ def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> MemoryP
     return planned(plan(PlanRequest.of(config), model, machine))
 
 
-def planned(found: MemoryPlan | Refusal) -> MemoryPlan:
+def planned(found: Plan | Refusal) -> Plan:
     """Return a plan unchanged. Raises BudgetError for a refusal."""
     if isinstance(found, Refusal):
         raise found.error
@@ -292,7 +292,7 @@ class _Layout:
     def config(self) -> Config:
         return self.request.config
 
-    def laid_out(self) -> MemoryPlan | Refusal:
+    def laid_out(self) -> Plan | Refusal:
         """Return the plan, or a refusal with a lower bound of the limit that works."""
         usual = self.room(managed=not wants_plain(self.config, self.model))
         found = self.shared(usual)
@@ -304,7 +304,7 @@ class _Layout:
             return found if isinstance(other, Refusal) else other
         return found
 
-    def least(self, needed_bytes: int = 1) -> MemoryPlan | Refusal:
+    def least(self, needed_bytes: int = 1) -> Plan | Refusal:
         """Return the plan under the smallest limit that works.
 
         Return a refusal if a few corrections of the bound do not find it. needed_bytes: a lower
@@ -317,7 +317,7 @@ class _Layout:
             config = self.config.with_changes(**{capped: needed_bytes})
             request = replace(self.request, config=config)
             found = replace(self, request=request, machine=without_end).laid_out()
-            if isinstance(found, MemoryPlan):
+            if isinstance(found, Plan):
                 break
             # Each refusal gives the right bound for the context for which it was computed.
             needed_bytes = max(found.needed_bytes, needed_bytes + 1)
@@ -332,7 +332,7 @@ class _Layout:
         """The user's cap on the memory that holds the experts, or None."""
         return self.config.vram if self.machine.device else self.config.ram
 
-    def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> MemoryPlan:
+    def room(self, n_ctx: int = 0, n_tokens: int = 0, managed: bool = True) -> Plan:
         """Return a plan without slots.
 
         n_ctx, n_tokens: context and micro-batch size; 0 for the requested or default size.
@@ -357,7 +357,7 @@ class _Layout:
             # Without a cap, ggml's pool frees cached buffers when the device is full.
             piles = config.vram is not None and not managed
             compute += footprint.kernel_bytes(model, config, n_ctx, n_tokens, flash, piles)
-        return MemoryPlan(
+        return Plan(
             managed=managed,
             n_ctx=n_ctx,
             n_ubatch=n_tokens,
@@ -373,7 +373,7 @@ class _Layout:
             expert_bytes=model.tier_bytes[0],
         )
 
-    def shared(self, usual: MemoryPlan) -> MemoryPlan | Refusal | None:
+    def shared(self, usual: Plan) -> Plan | Refusal | None:
         """Return a plan in which the KV cache and scratch take memory from the slots as they grow.
 
         Return None if memory is divided once.
@@ -419,7 +419,7 @@ class _Layout:
         n_ubatch = max(shared.scratch)
         return replace(plan, n_ctx=longest, n_ubatch=n_ubatch, prompt_bytes=prompts, shared=shared)
 
-    def divided(self, usual: MemoryPlan) -> MemoryPlan | Refusal:
+    def divided(self, usual: Plan) -> Plan | Refusal:
         """Return a plan with fixed parts.
 
         It has the requested context and prompt cache. If they were not requested, it uses sizes
@@ -439,7 +439,7 @@ class _Layout:
         other = self.plan_in(self.room(plan.n_ctx, n_tokens), plan.prompt_bytes)
         return plan if isinstance(other, Refusal) else other
 
-    def _sharing(self, plan: MemoryPlan, most: int, prompts: int = 0) -> SharedMemory:
+    def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
         """Return how the parts of a plan share memory.
 
         The parts are its slots, a context of up to `most` tokens, scratch and prompt copies.
@@ -473,7 +473,7 @@ class _Layout:
         scratch = {n: each for n, each in shared.scratch.items() if n in shared.may_read(n)}
         return replace(shared, scratch=scratch)
 
-    def _line(self, part: Callable[[MemoryPlan], int], n_tokens: int, most: int) -> Line:
+    def _line(self, part: Callable[[Plan], int], n_tokens: int, most: int) -> Line:
         """Return one part of a plan's memory as a line.
 
         The line is bytes for an empty context, and bytes per cell.
@@ -486,7 +486,7 @@ class _Layout:
         each = max(0.0, (at_long - at_short) / (long - short))
         return int(at_short - each * short), each
 
-    def _longer(self, least: MemoryPlan) -> MemoryPlan:
+    def _longer(self, least: Plan) -> Plan:
         """Return the plan with the context that is used if none was requested.
 
         If everything fits with the minimum context, it still fits with this one. A conversation
@@ -507,7 +507,7 @@ class _Layout:
         longest = longest_context(self._own_context, CELL_STEP, lambda n_ctx: taken(n_ctx) > most)
         return self.room(max(least.n_ctx, longest), managed=least.managed)
 
-    def _prompt_bytes(self, room: MemoryPlan) -> int:
+    def _prompt_bytes(self, room: Plan) -> int:
         """Return the size of the prompt cache in host memory.
 
         It is the requested size. For conversations without a request, it holds one more context and
@@ -526,7 +526,7 @@ class _Layout:
         marks = footprint.PROMPT_MARKS * footprint.part_bytes(model, config)
         return max(0, min(room.kv_bytes + marks, most))
 
-    def try_in(self, *rooms: tuple[MemoryPlan, int]) -> MemoryPlan | Refusal:
+    def try_in(self, *rooms: tuple[Plan, int]) -> Plan | Refusal:
         """Return the plan with the first large enough of these pairs.
 
         A pair is (plan without slots, prompt cache size). Return the last refusal if none is large
@@ -534,11 +534,11 @@ class _Layout:
         """
         for each in rooms:
             found = self.plan_in(*each)
-            if isinstance(found, MemoryPlan):
+            if isinstance(found, Plan):
                 break
         return found
 
-    def plan_in(self, room: MemoryPlan, prompts: int) -> MemoryPlan | Refusal:
+    def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
         """Complete a plan without slots.
 
         It uses llama.cpp's own path if that fits or is requested, otherwise an expert store.
@@ -590,7 +590,7 @@ class _Layout:
         settings, rules = settings_of(config, choice), rules_of(config, choice)
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
-    def _host_bytes(self, room: MemoryPlan, placement: Placement) -> int | Refusal:
+    def _host_bytes(self, room: Plan, placement: Placement) -> int | Refusal:
         """Return the size of the expert cache in host memory with a device.
 
         It is the memory left over, up to the size of all experts. Return a refusal if not even
@@ -625,14 +625,14 @@ class _Layout:
         """The option that limits the memory that holds the experts."""
         return "--vram" if self.machine.device else "--ram"
 
-    def _given(self, room: MemoryPlan) -> str:
+    def _given(self, room: Plan) -> str:
         """A phrase for messages that names the limiting cap."""
         if self._asked == room.cap_bytes:
             return f"{self._option} {format_size(room.cap_bytes)}"
         of = f" of {room.device.name}" if room.device else ""
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
-    def _too_small(self, room: MemoryPlan, placement: Placement) -> Refusal:
+    def _too_small(self, room: Plan, placement: Placement) -> Refusal:
         """Return the refusal of a budget below the policy's minimum.
 
         placement: the placement with the fewest slots.
@@ -662,7 +662,7 @@ class _Layout:
             return plan
         if self.config.cache_ram:
             without = self._asked_with(self.config.with_changes(cache_ram=None))
-            if isinstance(without.laid_out(), MemoryPlan):
+            if isinstance(without.laid_out(), Plan):
                 return self._cache_too_large(plan.cap_bytes)
         name = plan.placement.name if plan.placement else found.policy.name
         parts = (
@@ -673,7 +673,7 @@ class _Layout:
         parts += ")" if plan.shared else "; a smaller --ctx needs less)"
         if name != BASELINE:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
-            if isinstance(other, MemoryPlan) and _differ(other.cap_bytes, plan.cap_bytes):
+            if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
                 parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
         return Refusal(
             f"{self._given(self.room())} is too little: the smallest {self._option} that works "

@@ -12,7 +12,7 @@ from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Process memory apart from weights, KV cache and batches: the interpreter, numpy, libraries, thread

@@ -12,20 +12,20 @@ from dataclasses import replace
 from gguf_tools.experts import ExpertModel
 from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
-from orchestrator.memory.machine import AUTO
-from orchestrator.memory.plan import MemoryPlan
 from orchestrator.native import Library, ProductTime, Slices, StoreSpec
+from orchestrator.plan.machine import AUTO
+from orchestrator.plan.planning import Plan
 
 # Returns the time of a product of experts from their type and shape.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 # The share of resident experts from which the CPU's own layout is used. A token also waits for the
 # conversion of a missing expert. Reading experts from disk is therefore slower with this layout,
-# even for types whose first use compensates for it (docs/experiments/layouts.md).
+# even for types whose first use compensates for it (docs/experiments/engine.md).
 RESIDENT_SHARE = 0.99
 
 
-def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
+def wants_own_layout(config: Config, plan: Plan) -> bool:
     """Whether the CPU's own layout is requested, or is faster with this plan's resident experts."""
     if config.layout != "auto":
         return config.layout == "cpu"
@@ -39,7 +39,7 @@ def wants_own_layout(config: Config, plan: MemoryPlan) -> bool:
 
 
 def with_layouts(
-    spec: StoreSpec, config: Config, model: ExpertModel, plan: MemoryPlan, library: Library
+    spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
     """Return the store spec with slots in the CPU's own layout if the plan wants it.
 

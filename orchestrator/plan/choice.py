@@ -139,8 +139,8 @@ def wants_plain(config: Config, model: ExpertModel) -> bool:
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:
             raise ConfigError(
-                "llama.cpp's own path (--policy plain) has the best tier and no expert slots: "
-                "leave out --high-tier and --expert-ram, or choose another policy"
+                "--policy plain computes the best tier of the file without expert slots: leave out "
+                "--high-tier and --expert-ram, or choose another policy"
             )
         return True
     less = config.asks_less(policy_class(DEFAULT))

@@ -16,11 +16,11 @@ from gguf_tools.process import private_bytes
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, NativeError
-from orchestrator.memory.footprint import PROCESS_BYTES, output_tokens
-from orchestrator.memory.request import PlanRequest
 from orchestrator.native import DeviceInfo, Misses, find_device, host_memory, measure_device
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
+from orchestrator.plan.footprint import PROCESS_BYTES, output_tokens
+from orchestrator.plan.request import PlanRequest
 
 _HEADROOM_SHARE = 0.1
 _HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gguf_tools.file.layout import pad
 from orchestrator.config import Config
-from orchestrator.memory.shared import CELL_STEP
+from orchestrator.plan.shared import CELL_STEP
 
 # Context length and micro-batch size, in tokens.
 Size = tuple[int, int]

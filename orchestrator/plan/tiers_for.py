@@ -17,9 +17,9 @@ from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.memory.machine import Machine
-from orchestrator.memory.plan import Refusal, plan
-from orchestrator.memory.request import PlanRequest
+from orchestrator.plan.machine import Machine
+from orchestrator.plan.planning import Refusal, plan
+from orchestrator.plan.request import PlanRequest
 from orchestrator.policy import BASELINE
 
 # Types that are quick to quantize and need no importance matrix.
