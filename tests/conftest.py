@@ -124,9 +124,9 @@ def library():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(shape, *tiers, seed=0):
+    """Return the function tiny_model(shape, *tiers, seed=0).
 
-    path of a GGUF file with random weights, written once per session.
+    It returns the path of a GGUF file with random weights, which is written once per session.
     """
     from gguf_tools import synthetic
 

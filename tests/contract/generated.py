@@ -169,7 +169,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def documents():
-    """Every document, as a path from the repository's root."""
+    """Return the paths of all documents, from the repository's root."""
     patterns = ("*.md", "docs/**/*.md", "models/**/*.md")
     return sorted(
         path.relative_to(REPO).as_posix() for pattern in patterns for path in REPO.glob(pattern)

@@ -1,7 +1,4 @@
-"""Documents are checked:
-
-the paths, commands and options that they name exist, and generated parts are current.
-"""
+"""Paths, commands and options that a document names exist, and its generated parts are current."""
 
 import importlib.util
 import os
@@ -17,7 +14,7 @@ from generated import BLOCKS, MARKED, PAGES, REPO, commands_of, documents, progr
 
 DOCS = documents()
 WRITTEN = [name for name in DOCS if name not in PAGES]
-ROOMS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
+FOLDERS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)")
 EXPERIMENT_PAGES = [name for name in DOCS if name.startswith("docs/experiments/")]
 MOST_LINES = {
@@ -78,7 +75,7 @@ def anchors_of(path):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_named_paths_exist(name):
     text = own_text(name)
-    named = set(re.findall(rf"(?<![\w/.-]){ROOMS}/[\w./*{{}},-]*", text))
+    named = set(re.findall(rf"(?<![\w/.-]){FOLDERS}/[\w./*{{}},-]*", text))
     named |= set(re.findall(r"(?<![\w/.-])[A-Z]{4,}\.md\b", text))
     missing = sorted(path for path in named if not exists(path))
     assert not missing, f"{name} names {', '.join(missing)}"

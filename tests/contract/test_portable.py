@@ -56,7 +56,7 @@ def test_only_complete_library_names_are_replaced(tmp_path):
     (b"GLIBC_2.34\0GLIBC_2.36\0", "GLIBC_2.36"),
     (b"libstdc++.so.6\0", r"libstdc\+\+"),
 )
-def test_a_library_beyond_the_wheels_tag_is_refused(text, needs, tmp_path):
+def test_a_library_with_requirements_beyond_the_wheels_tag_is_refused(text, needs, tmp_path):
     library = tmp_path / "libx.so"
     library.write_bytes(text)
     with pytest.raises(BuildError, match=rf"^libx.so needs {needs}, which manylinux_2_34"):

@@ -89,7 +89,8 @@ def nvcc(tmp_path):
     return compiler(tmp_path, "printf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'")
 
 
-def test_real_code_for_the_gpus_that_nvcc_supports(nvcc, capsys):
+def test_code_for_the_gpus_that_nvcc_supports(nvcc, capsys):
+    """Machine code (`-real`) for supported GPUs, else PTX (`-virtual`) of a lower capability."""
     assert cuda.architectures(nvcc, [75, 86]) == "75-real;86-real"
     assert cuda.architectures(nvcc, []) == "80-virtual"
     assert not capsys.readouterr().err

@@ -42,7 +42,7 @@ CLIENTS, MOST_HELD = 6, 12
 # A request that succeeds, so that each test changes one thing.
 MESSAGES = [{"role": "user", "content": "One two"}]
 CHAT, PROMPT = {"messages": MESSAGES, "max_tokens": 4}, {"prompt": "One two", "max_tokens": 4}
-SOUND = {
+VALID = {
     **{"ChatRequest": CHAT, "MessagesRequest": CHAT},
     **{"CompletionRequest": PROMPT, "NativeRequest": PROMPT},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
@@ -222,7 +222,7 @@ class Requests:
             return method, path, b""
         if rng.random() < 0.02:
             return method, path, rng.choice(BROKEN)
-        data = {**SOUND[name]}
+        data = {**VALID[name]}
         own = list(SCHEMAS[name]["properties"])
         for _ in range(rng.choice((1, 1, 2, 3, 6))):
             field = rng.choice(own if rng.random() < 0.4 else list(self._declared))

@@ -62,9 +62,10 @@ values = st.recursive(single, lambda inner: st.lists(inner, max_size=4), max_lea
 @settings(max_examples=150, **REPEATABLE)
 @given(metadata=st.dictionaries(texts, values, max_size=4))
 def test_metadata_survives_a_round_trip(tmp_path_factory, metadata):
-    """The writer may refuse metadata:
+    """Metadata that was written is read unchanged.
 
-    mixed lists, an empty key, control characters in a key, or an alignment of the wrong type.
+    The writer may refuse mixed lists, an empty key, control characters in a key, or an alignment of
+    the wrong type.
     """
     path = tmp_path_factory.mktemp("meta") / "m.gguf"
     refused = set()

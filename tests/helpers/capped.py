@@ -50,7 +50,7 @@ FORM = {"name": "facts", "schema": FACTS | {"required": ["name", "years"]}}
 # Maximum number of tokens that a chat template and the beginning of a text add.
 TEMPLATE_TOKENS = 64
 # A limit that is large enough for a command to report what it needs.
-ROOMY = 1 << 30
+AMPLE = 1 << 30
 # A command reads what is left in its cgroup, and the kernel uses part of that.
 KERNEL = 8 << 20
 _LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is ([\d.]+ \w+)")
@@ -241,8 +241,8 @@ class Line(NamedTuple):
         A command without --ram gets a large limit.
         """
         if not self.has_ram:
-            return self.run(ROOMY), ROOMY
-        ram, found = 1, self._run(ROOMY, "--ram=1B")
+            return self.run(AMPLE), AMPLE
+        ram, found = 1, self._run(AMPLE, "--ram=1B")
         while (named := _LEAST.search(found.err + found.out)) and parse_size(named[1]) > ram:
             ram = parse_size(named[1])
             found = self._run(ram + KERNEL, f"--ram={ram}")
@@ -250,7 +250,7 @@ class Line(NamedTuple):
 
     def _run(self, limit_bytes, *more):
         if self.before:
-            made = run(self.before, ROOMY)
+            made = run(self.before, AMPLE)
             if made.status:
                 return made
         use = ask_server(self.port, self.clients, self.full) if self.port else None
@@ -278,8 +278,10 @@ def commands(model, text, out, tokens, types="q4_k", ctx=1024):
 
     reads = ["-m", str(model), f"--ctx={ctx}"]
     # Nearly the full context: memory is planned for it, and used when it is written.
-    room = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
-    long, other = (filling(model, words, room) for words in ("Once upon a time, ", "And then a "))
+    n_tokens_of_prompt = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
+    long, other = (
+        filling(model, words, n_tokens_of_prompt) for words in ("Once upon a time, ", "And then a ")
+    )
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
     trace = out / "t.npz"

@@ -96,7 +96,7 @@ class Command:
                 stderr=subprocess.PIPE,
                 pass_fds=[writer],
                 start_new_session=True,
-                preexec_fn=_heed_signals,
+                preexec_fn=_accept_signals,
                 text=True,
             ) as process,
         ):
@@ -157,7 +157,7 @@ class Command:
         return ""
 
 
-def _heed_signals():
+def _accept_signals():
     """Restore the default signal handlers in a child.
 
     Otherwise it would inherit the signals that nohup ignores.

@@ -151,7 +151,7 @@ def main():
     moments, begin_s = random.Random(wanted.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         cache, folder = Path(name), Path(name) / "prompts"
-        load, torn, sentences = Load(), 0, []
+        load, incomplete, sentences = Load(), 0, []
         for _ in range(wanted.kills):
             with serving(cache, *GIVEN, "--prompt-cache", str(folder)) as server:
                 load.server = server
@@ -162,7 +162,7 @@ def main():
             files = list(folder.glob("*.prompt"))
             for path in files:
                 with open(path, "rb") as file:
-                    torn += not _is_whole(file)
+                    incomplete += not _is_whole(file)
         load.end()
         found = compared(cache, load.answers)
         other = written_again(files, cache / "again")
@@ -170,12 +170,12 @@ def main():
     said = {
         **{"kills": wanted.kills, "answers": len(load.answers), "broken off": load.broken},
         **{"refused": load.refused, "later turns": len(back), "that came back": sum(back)},
-        **{"compared": dict(found), "files at the end": len(files), "torn": torn},
+        **{"compared": dict(found), "files at the end": len(files), "incomplete": incomplete},
         **{"said to be damaged": len(sentences), "restored with other bytes": other},
         "seconds": round(time.monotonic() - begin_s),
     }
     print(json.dumps(said))
-    raise SystemExit(1 if found["OTHER"] or torn or sentences or other or load.refused else 0)
+    raise SystemExit(1 if found["OTHER"] or incomplete or sentences or other or load.refused else 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""`kill -9` at chosen moments:
+"""`kill -9` at chosen moments.
 
-work runs in a forked child that kills itself, without cleanup, at the N-th call of our modules'
-functions.
-
-A moment is therefore a place in the work, not a time. It is the same on a fast and on a busy
-machine, and every call is equally likely.
+Work runs in a forked child that kills itself, without cleanup, at the N-th call of our modules'
+functions. A moment is therefore a place in the work, not a time. It is the same on a fast and on a
+busy machine, and every call is equally likely.
 
     total = calls_of(work, "gguf_tools.file.writer")
     for at in moments(total, 20, seed=0):

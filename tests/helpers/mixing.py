@@ -55,8 +55,8 @@ class Read:
 
     pos: position of the first token. at_once: sizes of the micro-batches. sequences: one token for
     each of these sequences, or None for the evaluator's own sequence. row: hash of the last logits,
-    or "" if the read was stopped. anew: the evaluator was reset before. fork: sequences that were
-    forked before.
+    or "" if the read was stopped. is_reset: the evaluator was reset before. fork: sequences that
+    were forked before.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class Read:
     at_once: tuple[int, ...]
     row: str
     sequences: tuple[int, ...] | None = None
-    anew: bool = False
+    is_reset: bool = False
     fork: tuple[int, ...] = ()
 
 
@@ -104,20 +104,20 @@ class Mixes:
     def mix(self):
         """Yield some prompts with answers. The conversation is new or continues."""
         draw, e = self._random, self._e
-        anew, apart = True, 0  # cells of other sequences
+        is_reset, apart = True, 0  # cells of other sequences
         for _ in range(draw.randint(2, 5)):
-            held, apart = (0, 0) if anew else (e.n_cached, apart)
-            room = e.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
-            if room < 10:
+            held, apart = (0, 0) if is_reset else (e.n_cached, apart)
+            n_free = e.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
+            if n_free < 10:
                 return
-            n = min(room, int(10 * (self._longest / 10) ** draw.random()))
+            n = min(n_free, int(10 * (self._longest / 10) ** draw.random()))
             pos = draw.choice((held, held, draw.randint(0, held)))
             self._stop_after = draw.randint(0, 2) if n > 1024 else 0
-            yield (done := self._read(n, pos, anew))
-            anew = draw.random() < 0.3
+            yield (done := self._read(n, pos, is_reset))
+            is_reset = draw.random() < 0.3
             self._stop_after = 0
             if not done.row:
-                anew = anew or not e.n_cached
+                is_reset = is_reset or not e.n_cached
                 continue
             for _ in range(draw.randint(0, ANSWER)):
                 yield self._read(1, e.n_cached, False)
@@ -137,9 +137,9 @@ class Mixes:
             yield Read(tokens, 0, (len(some),), hash_of(rows), some, fork=new)
             new = ()
 
-    def _read(self, n, pos, anew):
+    def _read(self, n, pos, is_reset):
         e, tokens, row = self._e, self._drawn(n), ""
-        if anew:
+        if is_reset:
             e.reset()
         self._steps.clear()
         try:
@@ -151,7 +151,7 @@ class Mixes:
         kept, at_once = e.n_cached - pos, []
         while sum(at_once) < kept:
             at_once.append(self._steps[len(at_once)])
-        return Read(tokens[:kept], pos, tuple(at_once), row, anew=anew)
+        return Read(tokens[:kept], pos, tuple(at_once), row, is_reset=is_reset)
 
     def _drawn(self, n):
         return tuple(self._random.choices(range(10, 300), k=n))
@@ -164,11 +164,11 @@ class Mixes:
         store.check()
 
 
-def unlike(e, reads):
+def count_differences(e, reads):
     """Return the number of rows that differ with ample memory."""
     wrong = 0
     for read in reads:
-        if read.anew:
+        if read.is_reset:
             e.reset()
         for each in read.fork:
             e.fork(each)
@@ -255,7 +255,7 @@ def main():
             for path in done:
                 reads = pickle.loads(path.read_bytes())
                 rows += sum(bool(read.row) for read in reads)
-                wrong += unlike(e, reads)
+                wrong += count_differences(e, reads)
     print(
         f"{len(done)} of {args.mixes} mixes, {rows} rows, {wrong} of them different with ample "
         f"memory; limit {ram >> 20} MiB, peak {peak >> 20}; status {worker.exitcode}"

@@ -143,7 +143,7 @@ MODELS = {
 }
 
 
-class Knows(History):
+class UnevenHistory(History):
     """A history with uneven usage and a loss table."""
 
     def __init__(self, of: ExpertModel) -> None:
@@ -169,8 +169,8 @@ class Knows(History):
 
 
 @cache
-def knows(name: str) -> Knows:
-    return Knows(model(name))
+def history_of(name: str) -> UnevenHistory:
+    return UnevenHistory(model(name))
 
 
 def rows(n: int = ROWS) -> Iterator[dict[str, Any]]:
@@ -203,7 +203,7 @@ def planned(row: dict[str, Any]) -> Plan | Refusal:
     """Return the plan of a row. Raises ConfigError or PolicyError for conflicting settings."""
     of, settings = model(row["model"]), dict(row["settings"])
     gpu = row["machine"] != "cpu"
-    room = int(of.dense_bytes + 96 * MIB + (row["limit"] or 0.0) * of.tier_bytes[0])
+    limit_bytes = int(of.dense_bytes + 96 * MIB + (row["limit"] or 0.0) * of.tier_bytes[0])
     memory, card = 64 * GIB, None
     if gpu:
         flash = row["row"] % 2 == 0
@@ -211,13 +211,13 @@ def planned(row: dict[str, Any]) -> Plan | Refusal:
         memory = 16 * GIB
     if row["limit"] is not None:
         if row["machine"] == "gpu, capped":
-            settings["vram"] = room
+            settings["vram"] = limit_bytes
         elif gpu:
-            card = replace(card, memory_bytes=room + 256 * MIB) if card else None
+            card = replace(card, memory_bytes=limit_bytes + 256 * MIB) if card else None
         else:
-            settings["ram"] = room
+            settings["ram"] = limit_bytes
     config = Config.build(model=of.path, **settings, **FRONT_ENDS[row["front"]])
-    history = knows(row["model"]) if row["history"] else UNKNOWN
+    history = history_of(row["model"]) if row["history"] else UNKNOWN
     more = row["more"] if gpu else 0
     request = replace(PlanRequest.of(config), more_scratch=more)
     if row["counted"] and not gpu:

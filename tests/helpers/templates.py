@@ -94,9 +94,9 @@ class Wrong(Exception):
 
 @lru_cache
 def upstream_templates():
-    """Return {name:
+    """Return the templates of the pinned release by name.
 
-    source} of the pinned release. Skip the test if the cache has only a part of it.
+    Skip the test if the cache has only a part of them.
     """
     upstream = read_upstream()
     path = REAL_CACHE / "sdist" / upstream.sdist_name

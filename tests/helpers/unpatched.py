@@ -1,6 +1,6 @@
-"""llama.cpp as published by upstream, without our patches, for comparisons:
+"""llama.cpp as published by upstream, without our patches, for comparisons.
 
-the library, llama-quantize and llama-imatrix.
+A build has the library, llama-quantize and llama-imatrix.
 
     python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
     MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
@@ -58,11 +58,10 @@ class Unpatched:
         self.bin = folder / "build" / "bin"
 
     def logits(self, model, prompt, answer):
-        """Return logits float32 [prompt + answer, vocab]:
+        """Return the logits of a prompt and an answer, float32 [prompt + answer, vocab].
 
-        the prompt in one step, then one token per step.
-
-        Runs in a separate process. Raises AssertionError with its output.
+        The prompt is read in one step, then each token in its own. Runs in a separate process.
+        Raises AssertionError with its output.
         """
         out = model.with_suffix(".npy")
         command = [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])]

@@ -327,9 +327,9 @@ class Cache:
             self.waiting[pool] = self.waiting[pool][1:]
 
     def turn_of(self, cell):
-        """Sort key of reads:
+        """Return the sort key of a read.
 
-        requests first, by kind and file offset, then prefetches in the order of their list.
+        Requests come first, by kind and file offset, then prefetches in the order of their list.
         """
         read = self.reads[cell]
         if read.ahead:
@@ -338,9 +338,9 @@ class Cache:
         return (0, rank, self.layout.offset(cell, read.tier), cell)
 
     def disk_steps(self):
-        """Return the possible next steps of the disk:
+        """Return the possible next steps of the disk.
 
-        a running read ends, or the most urgent read begins.
+        A running read ends, or the most urgent read begins.
         """
         running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
@@ -365,7 +365,7 @@ class Cache:
 
     def arrive(self, cell):
         if self.reads[cell].stage == DOOMED or not self.place(cell):
-            self.throw_away(cell)
+            self.discard(cell)
             return
         self.reads[cell] = self.reads[cell]._replace(stage=ARRIVED)
         if not self.pinned(cell) or not self.good_enough(cell):
@@ -393,7 +393,7 @@ class Cache:
         self.count("prefetch_cancelled", read.ahead)
         self.serve(self.layout.pool(cell, read.tier))
 
-    def throw_away(self, cell):
+    def discard(self, cell):
         """Discard a read. If the step needs the entry, load it again."""
         self.cancel(cell)
         if self.unmet(cell):
@@ -529,7 +529,7 @@ class Caches:
         self.max_states = max_states
         self.lost = False
 
-    def _let_the_disk_run(self):
+    def _advance_disk(self):
         """Add all states that the disk can have reached since the last observation."""
         found = {state.key(): state for state in self.states}
         todo = list(found.values())
@@ -553,13 +553,13 @@ class Caches:
         change: returns the states that can follow, or None if it changed the given state in place.
         """
         if not self.lost:
-            self._let_the_disk_run()
+            self._advance_disk()
             self.states = [each for state in self.states for each in change(state) or [state]]
 
     def keep(self, agrees):
         """Keep the states that agree with an observation. Return False if there is none."""
         if not self.lost:
-            self._let_the_disk_run()
+            self._advance_disk()
         found = [state for state in self.states if agrees(state)]
         if found and not self.lost:
             self.states = found

@@ -1,7 +1,6 @@
-"""Fixtures of the native tests:
+"""Fixtures of the native tests, and helpers that several tests use with a model.
 
-the patched library, upstream's headers of the same source, and helpers that several tests use with
-a model.
+The fixtures are the patched library and upstream's headers of the same source.
 """
 
 import os

@@ -43,7 +43,8 @@ PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 
 N_DECODE = 6
 CALIBRATED = 512
 AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # one batch, as in the unpatched library
-PUTS_AWAY = "orchestrator.runtime.prompt_copies"  # the process is killed at calls in this module
+# the process is killed at calls in this module
+COPIES_MODULE = "orchestrator.runtime.prompt_copies"
 POLICIES = (
     {"policy": "lru"},
     {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},
@@ -128,6 +129,10 @@ def test_every_architecture_is_listed(maker):
 
 @pytest.mark.parametrize("arch", PROVEN)
 def test_bit_for_bit(arch, make):
+    """Logits equal those of llama.cpp's own path.
+
+    Look-ahead prefetches experts if it is supported.
+    """
     for size in (AS_UPSTREAM, STREAMED):
         stats = compared(make(arch, size))
     # if tokens choose among experts, the look-ahead prefetches some
@@ -152,7 +157,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
     seen = set()
 
-    def told(e):
+    def with_report(e):
         decide = e.inside.policy.decide
 
         def decided(event, view, out):
@@ -167,7 +172,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
         logits(e)
 
     asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
-    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, told)
+    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, with_report)
     assert seen == {(layer, k, one) for layer, k in ((0, 4), (1, 1)) for one in (False, True)}
     outcome, _ = replayed(run.trace, SPEEDS[-1])  # the trace records the same routing
     assert [list(each) for each in outcome.stats.routed] == [
@@ -201,8 +206,8 @@ def test_planned_kv_bytes_equal_llama_cpps(arch, make, tmp_path, library):
     """The planned bytes of KV cells equal the bytes that llama.cpp reserves.
 
     Layers with KV cells, including indexers, share memory with the slots. Recurrent states of the
-    other layers do not. Sliding-window layers keep all cells, as upstream does. 600 tokens touch
-    less than two CELL_STEPs more than 600 cells.
+    other layers do not. Sliding-window layers keep all cells, as upstream does. 600 tokens touch at
+    least 600 cells and less than two CELL_STEPs more.
     """
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
     with tight(model, 4, ubatch=512, sequences=8) as runtime, runtime.evaluator() as e:
@@ -316,8 +321,8 @@ def test_two_precisions(arch, make, tmp_path):
         lost[low_tier] = divergence(rows, exported["q4_k"])
     assert 0 < lost["q2_k"] < lost["skip"]
     allowed = lost["skip"] / 4
-    rows, foreseen = run(**floor, max_loss=allowed)
-    assert 0 < foreseen < 1.2 * allowed
+    rows, predicted = run(**floor, max_loss=allowed)
+    assert 0 < predicted < 1.2 * allowed
     assert 0 < divergence(rows, exported["q4_k"]) < 2 * allowed
 
 
@@ -346,11 +351,11 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
         continued = first_logits(runtime, more)
     with talking(None) as runtime:
         new = first_logits(runtime, more)
-    total = calls_of(talk, PUTS_AWAY)
+    total = calls_of(talk, COPIES_MODULE)
     n_read = []
     for at in (total // 20, total * 2 // 3, total):
         shutil.rmtree(folder)
-        assert killed(talk, at, PUTS_AWAY)
+        assert killed(talk, at, COPIES_MODULE)
         with talking(folder) as runtime:
             n_read.append(evaluated(runtime, more, 1))
             found = runtime.inside.context.logits().copy()
@@ -440,9 +445,9 @@ def test_experts_that_no_graph_computes(arch, make):
 
 @pytest.mark.parametrize("arch", DIFFUSION)
 def test_diffusion_is_refused(arch, make):
-    """llama.cpp has a separate program for diffusion models.
+    """Diffusion models are refused, because decoding a token would abort this process.
 
-    Decoding a token would abort this process.
+    llama.cpp has a separate program for them.
     """
     with pytest.raises(NativeError, match="diffusion models are not supported"):
         opened(make(arch), **options())

@@ -59,6 +59,7 @@ def test_a_model_without_a_store_is_refused(library, one, spec):
 
 
 def test_a_model_takes_the_newest_waiting_store(library, one, spec, serve):
+    """A model takes the newest store without a model, the next model the older one."""
     with Store.create(library, spec) as older, Store.create(library, spec) as newer:
         loaded = serve()
         assert newer.stats().requests[0] > 0 and older.stats().requests[0] == 0
@@ -80,6 +81,7 @@ def test_a_store_outlives_its_model(library, one, spec, serve):
 
 
 def test_a_refused_store_of_another_model_waits_on(library, spec, serve, tiny_model):
+    """A load with the store of another model fails, and the store then serves its own model."""
     with Store.create(library, spec):
         is_refused(tiny_model("deepseek2-fused", "q4_k"), r"blk\.0\.ffn_.*_exps|layer|expert")
         serve().close()

@@ -253,6 +253,7 @@ def file(tmp_path_factory):
 
 
 def test_cache_rules(library, file, device):
+    """The store follows the cache rules, and the examples cover every situation."""
     met = Counter()
     failures = []
     attributes = {"library": library, "file": file, "met": met, "failures": failures}

@@ -1,7 +1,7 @@
-"""The context policy on a model:
+"""The context policy on a model.
 
-placement of resident experts, transitions that no token waits for, shared slots, loss tables and
-kept prefixes.
+Tests of the placement of resident experts, of transitions that no token waits for, and of shared
+slots, loss tables and kept prefixes.
 """
 
 import numpy as np
@@ -124,14 +124,14 @@ def test_placements_read_only_changed_experts(five, options):
             until_placed(e)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
-            owed = sum(
+            changed_bytes = sum(
                 kind[after[layer, expert]].expert_bytes
                 for layer, expert in changed
                 for kind in model.slices[layer]
                 if kind[0] is not None
             )
             moved = stats.transition_bytes - read
-            assert changed and 0 < moved <= 1.1 * owed
+            assert changed and 0 < moved <= 1.1 * changed_bytes
             assert is_async or at_once == moved
             assert np.equal(*store.states()).all() and ((after == 0).sum(axis=1) == 2).all()
             store.check()
@@ -149,12 +149,10 @@ def test_placements_read_only_changed_experts(five, options):
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
 def test_a_replay_knows_sequences_and_restored_tokens(five, tmp_path, placement):
-    """A replay knows sequences and restored prefixes:
+    """A replay knows sequences and restored prefixes.
 
-    its usage sums equal those of the run within 1e-6.
-
-    Two forks of a conversation decode together, one of them is dropped, and the first prompt is
-    restored from a copy and continued.
+    Its usage sums equal those of the run within 1e-6. Two forks of a conversation decode together,
+    one of them is dropped, and the first prompt is restored from a copy and continued.
     """
 
     def talk(e):

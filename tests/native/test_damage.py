@@ -95,7 +95,7 @@ def test_damage_on_a_device(library, tmp_path, device):
 
 
 @pytest.fixture(scope="module")
-def sound(library, packed):
+def valid(library, packed):
     return packed("q8_0", "q2_k")
 
 
@@ -108,8 +108,8 @@ def logits(model, how):
 
 
 @pytest.fixture(scope="module")
-def right(sound):
-    return {how: logits(sound, how) for how in RUNS}
+def right(valid):
+    return {how: logits(valid, how) for how in RUNS}
 
 
 def damage(data, number):
@@ -128,12 +128,12 @@ def damage(data, number):
 
 
 @pytest.mark.parametrize("number", range(DAMAGES))
-def test_random_damage_is_found_or_not_read(sound, right, tmp_path, number):
+def test_random_damage_is_found_or_not_read(valid, right, tmp_path, number):
     """`verify` finds all damage. A run fails and names the file, or never reads the damaged bytes.
 
-    In the second case its logits equal those of the sound file, bit for bit.
+    In the second case its logits equal those of the valid file, bit for bit.
     """
-    data = bytearray(sound.read_bytes())
+    data = bytearray(valid.read_bytes())
     how = damage(data, number)
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
@@ -148,10 +148,10 @@ def test_random_damage_is_found_or_not_read(sound, right, tmp_path, number):
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
+def test_a_damaged_slice_that_is_read_is_an_error(valid, tmp_path, how):
     path = tmp_path / "damaged.gguf"
-    path.write_bytes(sound.read_bytes())
-    with ExpertModel.open(sound) as model:
+    path.write_bytes(valid.read_bytes())
+    with ExpertModel.open(valid) as model:
         for kind in model.slices[1]:  # a prompt reads some experts of the layer
             if kind[0] is not None:
                 for expert in range(model.n_expert):
@@ -166,10 +166,10 @@ def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["lru", "plain"])
-def test_a_damaged_dense_tensor_is_an_error(sound, tmp_path, how):
+def test_a_damaged_dense_tensor_is_an_error(valid, tmp_path, how):
     path = tmp_path / "damaged.gguf"
-    path.write_bytes(sound.read_bytes())
-    with GGUFFile.open(sound) as file:
+    path.write_bytes(valid.read_bytes())
+    with GGUFFile.open(valid) as file:
         info = file.tensors["blk.2.attn_q.weight"]
     flip(path, info.offset + info.nbytes - 1)
     with pytest.raises(MoeEdgeError) as caught:

@@ -18,11 +18,11 @@ from .conftest import build, drawn, greedy, until
 
 PROMPT = drawn(40)
 DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
-PLENTY = 64 << 20
+AMPLE = 64 << 20
 
 
 def opened(model, answering=None, **options):
-    usual = {"policy": "dynaexq", "expert_ram": PLENTY, "ubatch": 32, "use_extra_bufts": False}
+    usual = {"policy": "dynaexq", "expert_ram": AMPLE, "ubatch": 32, "use_extra_bufts": False}
     return Runtime.open(build(model, **(usual | options)), answering=answering)
 
 
@@ -44,10 +44,12 @@ def arrive(e):
     )
 
 
-def test_promoting_everything(both, tiny_model, monkeypatch, device):
-    """Promote all experts, then demote them: logits equal those of the high, then the low file."""
+def test_logits_after_a_promotion_and_a_demotion_of_all_experts(
+    both, tiny_model, monkeypatch, device
+):
+    """Logits equal those of the high file, and after the demotion those of the low file."""
 
-    def room_for_both(shape, _budget, _most):
+    def pools_for_all(shape, _budget, _most):
         every = [shape.n_expert] * shape.n_layers
         places = [Places((tier,), every, reserve=False) for tier in (0, 1)]
         return TierPools(shape, places), [0] * shape.n_layers
@@ -56,17 +58,17 @@ def test_promoting_everything(both, tiny_model, monkeypatch, device):
         run(tiny_model("qwen3moe", tier), policy="plain", expert_ram=None)
         for tier in ("q4_k", "q2_k")
     )
-    monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
+    monkeypatch.setattr(dynaexq, "resident_plan", pools_for_all)
     with opened(both, device=device or "cpu", update_steps=0) as runtime, runtime.evaluator() as e:
         store = e.inside.store
-        everyone = np.argwhere(store.resident() == 1).tolist()
+        experts = np.argwhere(store.resident() == 1).tolist()
         np.testing.assert_array_equal(logits(e), low)
         for tier, expected in ((0, high), (1, low)):
-            assert store.transition([(*each, tier) for each in everyone]) == len(everyone)
+            assert store.transition([(*each, tier) for each in experts]) == len(experts)
             arrive(e)
             np.testing.assert_array_equal(logits(e), expected)
         stats = store.stats()
-        assert stats.experts_promoted == stats.experts_demoted == len(everyone)
+        assert stats.experts_promoted == stats.experts_demoted == len(experts)
         assert bool(sum(stats.copy_bytes)) == bool(sum(stats.host_hits)) == bool(device)
         store.check()
 
@@ -108,9 +110,9 @@ def test_no_token_waits_while_the_topic_changes():
 
         # on a slow disk, promotions take longer than two answers
         until(lambda: asked >= 2 and store.stats().experts_promoted, ask)
-        stats, told = store.stats(), runtime.stats().policy
+        stats, report = store.stats(), runtime.stats().policy
         assert 0 <= stats.experts_demoted - stats.experts_promoted <= 4
-        assert told["promotions"] <= stats.experts_promoted and told["high_per_layer"] == [5, 5]
+        assert report["promotions"] <= stats.experts_promoted and report["high_per_layer"] == [5, 5]
         assert list(stats.demand_bytes) == list(stats.prefetch_bytes) == [0, 0]
         assert list(stats.wait_us) == list(stats.callbacks) == [0, 0]
         assert stats.evictions == stats.waves == stats.transitions_failed == 0

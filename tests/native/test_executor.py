@@ -10,11 +10,11 @@ from patches.upstream import PATCHES
 from .conftest import HERE, greedy, opened, run_program
 
 NATIVE = PATCHES / "native"
-STORE_ROOMS = (
+STORE_SOURCES = (
     *("store", "store-c", "steps", "transitions", "check", "staging", "host-tier", "host-device"),
     *("in-place", "workers", "crc32", "cells", "slots", "reads", "loads", "open", "limit"),
 )
-STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
+STORE = [NATIVE / f"moe-edge-{source}.cpp" for source in STORE_SOURCES]
 SANITIZERS = ("thread", "address,undefined")
 
 
@@ -28,9 +28,9 @@ def test_header_is_plain_c(tmp_path, standard):
 
 
 def test_mixed_tiers_against_references(compile_native, tmp_path):
-    """One tier:
+    """One tier equals upstream's op bit for bit.
 
-    bit for bit as upstream's op. Mixed tiers: NMSE below 5e-4 against plain dot products.
+    The NMSE of mixed tiers is below 5e-4 against plain dot products.
     """
     program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
     output = run_program(program, tmp_path)

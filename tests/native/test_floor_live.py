@@ -1,7 +1,4 @@
-"""floor on a model:
-
-the refusal without a loss table, a replay of a run, and an evaluation in virtual time.
-"""
+"""`floor` on a model: refused without a loss table, replayed, and evaluated in virtual time."""
 
 import json
 

@@ -56,6 +56,7 @@ def logits(e, between=lambda: None):
 
 
 def test_answers_are_the_same(policy, device, one):
+    """Idle reads before or during an answer do not change its logits."""
     where = {"device": device} if device else {}
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
         expected = logits(e)
@@ -108,7 +109,7 @@ def test_a_truncated_file_fails_the_step_that_needs_it(one, tmp_path):
 
 
 def test_every_step_ends_idle_reads_first(one):
-    """Idle reads do not take memory bandwidth from a step."""
+    """When a step begins, the thread of the idle reads has ended."""
     calls = {
         "eval": lambda e: e.eval(PROMPT, 0),
         "decode_batch": lambda e: e.decode_batch([7], [0]),
@@ -124,6 +125,7 @@ def test_every_step_ends_idle_reads_first(one):
 
 
 def test_ctrl_c_at_the_start_of_idle_reads(one, monkeypatch):
+    """After Ctrl-C at the start of idle reads, the model evaluates and can be closed."""
     start = threading.Thread.start
 
     def interrupted(thread):

@@ -39,10 +39,10 @@ def test_a_window_of_all_queries_equals_the_exact_form(shape, tiny_model):
     """
     model = tiny_model(shape, "q4_k")
     exact = scores(model, [TOKENS], importance="exact")
-    cheap = scores(model, [TOKENS], importance="window", importance_window=N)
+    windowed = scores(model, [TOKENS], importance="window", importance_window=N)
     assert len(exact) > 1
     for layer, expected in exact.items():
-        found = cheap[layer]
+        found = windowed[layer]
         np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
         if len(expected) == N:
             assert expected.sum() == pytest.approx(N, rel=1e-4)
@@ -65,6 +65,7 @@ def test_a_window_sums_the_attention_of_its_queries(shape, window, tiny_model):
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
 def test_importance_with_an_8_bit_kv_cache(shape, tiny_model):
+    """Importance with a q8_0 KV cache: correlation above 0.99 with f16, sums within 0.1 %."""
     model = tiny_model(shape, "q4_k")
     asked = {"importance": "window", "importance_window": 8, "logits_all": True}
     usual, found = scores(model, [TOKENS], **asked), scores(model, [TOKENS], kv="q8_0", **asked)
@@ -74,7 +75,10 @@ def test_importance_with_an_8_bit_kv_cache(shape, tiny_model):
 
 
 def test_a_later_chunk_scores_its_own_tokens(one):
-    """The last query's attention to a token does not depend on the token's chunk."""
+    """The importance of a later chunk equals that of its tokens in a single chunk.
+
+    The last query's attention to a token does not depend on the token's chunk.
+    """
     whole = scores(one, [TOKENS], importance_window=1)[0]
     parts = scores(one, [TOKENS[:19], TOKENS[19:]], importance_window=1)[0]
     assert parts.shape == (N - 19,)
@@ -86,9 +90,9 @@ def test_a_last_layer_maps_its_output_rows(one):
     found = scores(one, [TOKENS], importance_window=4)
     last = found[max(found)]
     assert last.shape == (1,)
-    everything = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
-    assert everything.shape == (N,)
-    np.testing.assert_allclose(last[0], everything[-1], rtol=1e-4)
+    all_tokens = scores(one, [TOKENS], importance_window=4, logits_all=True)[max(found)]
+    assert all_tokens.shape == (N,)
+    np.testing.assert_allclose(last[0], all_tokens[-1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("importance", ["window", "exact", "load"])

@@ -37,7 +37,7 @@ experts = st.tuples(st.integers(0, N_LAYERS - 1), st.integers(0, N_EXPERT - 1))
 
 
 class Machine(RuleBasedStateMachine):
-    """A store at the beginning of a step. under_way: experts in transition, as (from, to)."""
+    """A store at the beginning of a step. in_transition: experts in transition, as (from, to)."""
 
     file: ExpertFile
     library: Library
@@ -51,7 +51,7 @@ class Machine(RuleBasedStateMachine):
         self.driver = Driver(
             self.file, self.library, self.slots, self.device, self.pools, self.simulated
         )
-        self.under_way = {}
+        self.in_transition = {}
 
     @rule()
     def hold(self):
@@ -67,23 +67,23 @@ class Machine(RuleBasedStateMachine):
         All complete transitions are published. Those that complete meanwhile may be published too.
         """
         store, landed = self.driver.store, self.driver.store.landed()
-        complete = {each for each in self.under_way if landed[each]}
+        complete = {each for each in self.in_transition if landed[each]}
         store.begin_step(phase)
         resident = store.resident()
         changed = []
-        for expert, (before, after) in list(self.under_way.items()):
+        for expert, (before, after) in list(self.in_transition.items()):
             if resident[expert] == after:
-                changed.append((expert, self.under_way.pop(expert)))
+                changed.append((expert, self.in_transition.pop(expert)))
             else:
                 assert expert not in complete and resident[expert] == before
         return changed
 
     @invariant()
-    def nothing_is_lost(self):
+    def counts_agree(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
-        for expert, (before, after) in self.under_way.items():
+        for expert, (before, after) in self.in_transition.items():
             assert (resident[expert], target[expert]) == (before, after)
         stats = store.stats()
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
@@ -104,8 +104,8 @@ class Interleavings(Machine):
         super().__init__()
         high = {(0, 0), (0, 1), (1, 0)}
         self.driver.warm(high)
-        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
-        self.visible = {each: HIGH if each in high else LOW for each in everyone}
+        every_expert = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.visible = {each: HIGH if each in high else LOW for each in every_expert}
         self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # in each pool
         self.running = {}
         self.driver.store.begin_step(Phase.DECODE)
@@ -115,10 +115,10 @@ class Interleavings(Machine):
         if tier not in self.file.tiers:
             return
         before, pool = self.visible[expert], self.pool_of(tier)
-        possible = expert not in self.under_way and before != tier and self.free[pool] > 0
+        possible = expert not in self.in_transition and before != tier and self.free[pool] > 0
         assert self.driver.store.transition([(*expert, tier)]) == possible
         if possible:
-            self.under_way[expert] = before, tier
+            self.in_transition[expert] = before, tier
             self.free[pool] -= 1
 
     def pool_of(self, tier):
@@ -128,7 +128,7 @@ class Interleavings(Machine):
     def swap_into(self, expert):
         """Demote another high expert, so that `ask` sometimes finds a free high slot."""
         for other, tier in self.visible.items():
-            if tier == HIGH and other != expert and other not in self.under_way:
+            if tier == HIGH and other != expert and other not in self.in_transition:
                 self.ask(other, LOW)
                 return
 
@@ -136,7 +136,7 @@ class Interleavings(Machine):
     def arrive(self):
         super().arrive()
         landed = self.driver.store.landed()
-        for expert in self.under_way:
+        for expert in self.in_transition:
             assert landed[expert]
 
     @rule(phase=st.sampled_from(list(Phase)))
@@ -167,7 +167,7 @@ class Interleavings(Machine):
         resident, target = store.states()
         assert np.array_equal(resident, store.resident())
         assert {expert: resident[expert] for expert in self.visible} == self.visible
-        for expert in self.visible.keys() - self.under_way.keys():
+        for expert in self.visible.keys() - self.in_transition.keys():
             assert target[expert] == self.visible[expert]
         stats = store.stats()
         assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
@@ -190,7 +190,7 @@ class Evictions(Machine):
         self.high = {(0, 0): set(KINDS)}
         self.apart = set()
         self.uneven = False
-        self.taken_back = 0  # cancelled transitions before this step
+        self.n_cancelled = 0  # cancelled transitions before this step
 
     def published(self):
         stats = self.driver.store.stats()
@@ -207,27 +207,27 @@ class Evictions(Machine):
         transition is cancelled if a token needs its slot. Reads of an aborted step hold slots too.
         """
         store, landed = self.driver.store, self.driver.store.landed()
-        complete = {each for each in self.under_way if landed[each]}
+        complete = {each for each in self.in_transition if landed[each]}
         published = self.published()
         act()
         resident, target = store.states()
-        changed, taken_back = [], published - self.published()
-        for expert, (before, after) in list(self.under_way.items()):
+        changed, n_cancelled = [], published - self.published()
+        for expert, (before, after) in list(self.in_transition.items()):
             if (resident[expert], target[expert]) == (before, after):
                 assert expert not in complete or not is_step
                 continue
             if not is_step and target[expert] != resident[expert]:
                 continue  # cancelled; the next step counts it
-            del self.under_way[expert]
-            taken_back += 1
+            del self.in_transition[expert]
+            n_cancelled += 1
             assert target[expert] == resident[expert]
             if resident[expert] == after:
                 changed.append((expert, (before, after)))
             elif after == HIGH:  # a limit may have evicted some matrices at publication
                 self.high[expert] = set(KINDS)
-        self.taken_back += taken_back
+        self.n_cancelled += n_cancelled
         failed = store.stats().transitions_failed
-        assert failed == self.taken_back or (failed > self.taken_back and not is_step)
+        assert failed == self.n_cancelled or (failed > self.n_cancelled and not is_step)
         for expert, (_, after) in changed:
             self.high[expert] = set(KINDS) if after == HIGH else set()
             self.apart.discard(expert)
@@ -239,12 +239,12 @@ class Evictions(Machine):
         store = self.driver.store
         before = int(store.resident()[expert])
         after = LOW if before == HIGH else HIGH
-        if expert in self.under_way:
+        if expert in self.in_transition:
             assert store.transition([(*expert, after)]) == 0
-        elif len(self.under_way) < 2 and store.transition([(*expert, after)]):
+        elif len(self.in_transition) < 2 and store.transition([(*expert, after)]):
             # an absent expert is accepted only if a read of an aborted step has just completed
             assert store.resident()[expert] == 1 - after
-            self.under_way[expert] = 1 - after, after
+            self.in_transition[expert] = 1 - after, after
 
     @rule(
         abort=st.booleans(), layer=st.integers(0, 1), chosen=st.sets(st.integers(0, 4), max_size=2)
@@ -256,7 +256,7 @@ class Evictions(Machine):
             return
         self.experts_go_as_wholes()
         before = self.driver.store.resident()[layer]
-        under_way = dict(self.under_way)
+        in_transition = dict(self.in_transition)
         self.driver.apply(layer, sorted(chosen))
         if abort:
             self.uneven = True
@@ -264,14 +264,14 @@ class Evictions(Machine):
         seen = self.driver.use_matrices(layer, sorted(chosen))
         for expert, tiers in seen.items():
             each = layer, expert
-            told = f"{seen}, {before}, {under_way}, {self.high}, {self.apart}"
+            state = f"{seen}, {before}, {in_transition}, {self.high}, {self.apart}"
             high = {kind for kind, tier in tiers.items() if tier == HIGH}
-            assert max(tiers.values()) == (HIGH if before[expert] == HIGH else LOW), told
-            assert high <= self.high.get(each, set()), told
+            assert max(tiers.values()) == (HIGH if before[expert] == HIGH else LOW), state
+            assert high <= self.high.get(each, set()), state
             one = self.pools is None or each not in self.apart
-            assert len(set(tiers.values())) == 1 or not one, told
-            if each in under_way:
-                assert max(tiers.values()) == under_way[each][0], told
+            assert len(set(tiers.values())) == 1 or not one, state
+            if each in in_transition:
+                assert max(tiers.values()) == in_transition[each][0], state
             self.high[each] = high
 
     @precondition(lambda self: self.simulated)
@@ -281,14 +281,14 @@ class Evictions(Machine):
         self.driver.clock.advance(us * US)
 
     @invariant()
-    def nothing_is_lost(self):
+    def counts_agree(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
         stats = store.stats()
-        moved = sum(resident[each] != before for each, (before, _) in self.under_way.items())
-        assert moved <= stats.transitions_failed - self.taken_back <= len(self.under_way)
-        assert all(target[each] == after for each, (_, after) in self.under_way.items())
+        moved = sum(resident[each] != before for each, (before, _) in self.in_transition.items())
+        assert moved <= stats.transitions_failed - self.n_cancelled <= len(self.in_transition)
+        assert all(target[each] == after for each, (_, after) in self.in_transition.items())
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
 
     @invariant()
@@ -346,6 +346,7 @@ class Limited(Evictions):
     ],
 )
 def test_every_interleaving(rules, slots, pools, in_time, library, device, tmp_path):
+    """in_time: reads take virtual time."""
     if device is not None and (pools is not None or rules is Limited or in_time):
         pytest.skip("on a device a slot holds one tier, slots stay, and nothing is simulated")
     file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(pools or slots))

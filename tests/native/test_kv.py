@@ -17,6 +17,7 @@ def opened(path, **settings):
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
 def test_planned_bytes_and_logits_of_q8_0(shape, tiny_model):
+    """A q8_0 cache takes 17/32 of an f16 cache; logits differ by less than 0.15 of their spread."""
     path, taken, planned, logits = tiny_model(shape, "q4_k"), {}, {}, {}
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as runtime, runtime.evaluator() as e:

@@ -32,9 +32,9 @@ def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
 
 
 def test_expert_tensors_read_by_another_op_are_refused(one, monkeypatch):
-    """The refusal comes before a store is created.
+    """A model whose expert tensors another op reads is refused before a store is created.
 
-    No known model has such experts, so the pattern for expert tensors is extended to the router.
+    No known model has such tensors, so the pattern for expert tensors is extended to the router.
     """
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_(gate_inp|.*_exps)\.weight")
     monkeypatch.setattr(Store, "create", None)

@@ -18,7 +18,7 @@ TWO = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k"}
 ALL = {**TWO, "retention": 0.999}
 # Three layers that vote, with tuning, so that every step prefetches other experts.
 FIRM = {"policy": "firm", "prefetch": "on", "agree": "mol", "tune_steps": 1, "tune_tokens": 30}
-PLENTY = 64 << 20
+AMPLE = 64 << 20
 PROMPT = drawn(40)
 
 
@@ -81,7 +81,10 @@ def test_equal_at_every_budget(shape, tiny_model):
     ],
 )
 def test_equal_with_every_policy(shape, tiers, n_decode, options, factors, tiny_model):
-    """factors: multiples of the smallest budget."""
+    """Logits equal upstream's with every policy, bit for bit.
+
+    factors: multiples of the smallest budget.
+    """
     model = tiny_model(shape, *tiers)
     reference = run(model, n_decode)
     budget = smallest_budget(model, **options)
@@ -94,9 +97,9 @@ def test_equal_with_every_policy(shape, tiers, n_decode, options, factors, tiny_
     ("tier", "options"),
     [
         ("q2_k", {"policy": "lru", "high_tier": "q2_k", "expert_ram": 1 << 20}),
-        ("q2_k", {"policy": "dynaexq", "low_tier": "q2_k", "hot_experts": 0, "expert_ram": PLENTY}),
-        ("q8_0", {"policy": "dynaexq", "expert_ram": PLENTY}),
-        ("q8_0", {"policy": "mixed", "expert_ram": PLENTY}),
+        ("q2_k", {"policy": "dynaexq", "low_tier": "q2_k", "hot_experts": 0, "expert_ram": AMPLE}),
+        ("q8_0", {"policy": "dynaexq", "expert_ram": AMPLE}),
+        ("q8_0", {"policy": "mixed", "expert_ram": AMPLE}),
     ],
 )
 def test_one_tier_of_a_packed_file_equals_the_exported_file(tier, options, three, tiny_model):
@@ -105,7 +108,10 @@ def test_one_tier_of_a_packed_file_equals_the_exported_file(tier, options, three
 
 
 def test_tiers_on_a_device_equal_those_in_host_memory(both):
-    """A low request without a high copy computes the low tier, on a device as in host memory."""
+    """With exact tiers, logits of a store on a device equal those of a store in host memory.
+
+    A low request without a high copy computes the low tier.
+    """
     options = {**TWO, "exact_tiers": True, "retention": 0.5, "n_ahead": 0}
     options["expert_ram"] = 2 * smallest_budget(both, device=DEVICE, **ALL)
     found = run(both, 40, device=DEVICE, **options)

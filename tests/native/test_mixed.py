@@ -1,6 +1,6 @@
-"""`mixed` on a model:
+"""`mixed` on a model.
 
-every expert is resident in its planned tier, and experts exchange their tiers while the model runs.
+Every expert is resident in its planned tier, and experts exchange their tiers while the model runs.
 """
 
 import numpy as np
@@ -50,10 +50,10 @@ def test_experts_exchange_their_tiers_while_it_runs(three):
         for _ in range(6):
             logits(e)
             arrive(e)
-        told, after = e.inside.policy.report(), e.inside.store.resident()
-        assert told["exchanges"] > 0 and (before != after).any()
+        report, after = e.inside.policy.report(), e.inside.store.resident()
+        assert report["exchanges"] > 0 and (before != after).any()
         counts = np.bincount(before.ravel(), minlength=3).tolist()
-        assert list(told["experts"].values()) == counts
+        assert list(report["experts"].values()) == counts
         assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
         used = e.inside.policy.learned().hotness
         assert used[after < before].mean() > used[after > before].mean()

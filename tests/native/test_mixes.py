@@ -4,7 +4,7 @@ This is the short form of tests/helpers/mixing.py.
 """
 
 import pytest
-from mixing import SHAPE, Mixes, settings_of, tight, unlike
+from mixing import SHAPE, Mixes, count_differences, settings_of, tight
 
 from gguf_tools import synthetic
 from orchestrator.runtime.runtime import Runtime
@@ -26,4 +26,4 @@ def test_logits_equal_those_with_ample_memory(library, tmp_path, policy):
     assert any(len(read.at_once) > 1 for read in reads)
     with Runtime.open(settings_of(model, N_CTX, ubatch=4096)) as runtime, runtime.evaluator() as e:
         assert not e.inside.managed
-        assert [unlike(e, mix) for mix in mixes] == [0] * len(mixes)
+        assert [count_differences(e, mix) for mix in mixes] == [0] * len(mixes)

@@ -52,9 +52,9 @@ def test_near_experts_go_to_the_host_if_the_device_is_full(three):
     This is the case if the device is too small or if near tiers share slots.
     """
     with opened(three) as runtime, runtime.evaluator() as e:
-        everything = e.plan.slots
-        assert everything.host_bytes == 0
-    small = everything.total_bytes // 2
+        all_slots = e.plan.slots
+        assert all_slots.host_bytes == 0
+    small = all_slots.total_bytes // 2
     with opened(three, expert_ram=small) as runtime, runtime.evaluator() as e:
         slots = e.plan.slots
         assert slots.host_bytes > 0 and slots.total_bytes <= small

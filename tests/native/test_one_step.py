@@ -49,12 +49,12 @@ class Watched:
         self.layers = []
 
     def on_route(self, event):
-        told = {"ids": event.ids_array, "sequences": event.sequences_array}
+        arrays = {"ids": event.ids_array, "sequences": event.sequences_array}
         if event.importance_array is not None:
-            told["importance"] = event.importance_array
+            arrays["importance"] = event.importance_array
         if event.n_ahead:
-            told["ahead"] = event.ahead_ids_array[0]
-        self.layers.append({name: array.copy() for name, array in told.items()})
+            arrays["ahead"] = event.ahead_ids_array[0]
+        self.layers.append({name: array.copy() for name, array in arrays.items()})
         out = self.store.decision
         out.tier_array[:] = 0
         out.n_prefetch = 0

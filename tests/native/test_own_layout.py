@@ -72,7 +72,10 @@ def test_decoding_equals_upstream_with_repacked_weights(shape, tier, tiny_model)
 
 @pytest.mark.parametrize("tier", TYPES)
 def test_exact_equals_upstream_without_repacked_weights(tier, tiny_model):
-    """With all experts resident, where `auto` would change the layout. In prompts too."""
+    """With `exact`, logits equal upstream's without repacked weights.
+
+    All experts are resident, so `auto` would change the layout. Prompts are included.
+    """
     path = tiny_model("olmoe", tier)
     for read in (one_by_one, prompt):
         found, mode = managed(path, read, exact=True)

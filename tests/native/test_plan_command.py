@@ -29,7 +29,7 @@ LITTLE = ("--expert-ram", "2MiB")
 
 
 @dataclass
-class Takes:
+class PlanTimes:
     """Predicted times of a plan, in proportion to its bytes.
 
     A token takes 1 ns per resident byte and `slower` ns per absent byte.
@@ -59,7 +59,7 @@ class Predicts:
 
     def of_plan(self, plan, config, skips, uses=None):
         """Skips halve the cost of absent bytes. A usage history halves it too."""
-        return Takes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
+        return PlanTimes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
 
 
 LOOKUP = "token_embd.weight (85 KiB)"
@@ -141,6 +141,7 @@ def test_refusals(model, args, said):
     ],
 )
 def test_plan_and_chat_refuse_the_same(model, asked, said):
+    """`plan` notes the settings with which a chat would be refused."""
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Runtime.open(config)
@@ -212,11 +213,10 @@ def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
 
 
 def test_max_loss_chooses_the_plan(fitted):
-    """A token uses six experts:
+    """`max_loss` chooses the fastest plan within the loss, and the note gives the reason.
 
-    0.006 nats in q4_k, 0.06 nats in q2_k. Between them, a resident plan runs.
-
-    The note gives the reason.
+    A token uses six experts: 0.006 nats in q4_k, 0.06 nats in q2_k. Between them, a resident plan
+    runs.
     """
     ran = {}
     for allowed in (0.0, 0.05, 1.0):
@@ -230,11 +230,11 @@ def test_max_loss_chooses_the_plan(fitted):
     assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
     assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
-    told = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
-    floor = next(each for each in told if each["policy"] == "floor")
+    found = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
+    floor = next(each for each in found if each["policy"] == "floor")
     high = floor["settings"]["high_tier"]
     lossless = next(
-        each for each in told if each["policy"] == "lru" and each["settings"]["high_tier"] == high
+        each for each in found if each["policy"] == "lru" and each["settings"]["high_tier"] == high
     )
     assert floor["token_ms"] < 0.8 * lossless["token_ms"]
     assert floor["kl"] == 0.05 and floor["settings"]["max_loss"] <= 0.05

@@ -59,7 +59,7 @@ def said(runtime, prompt):
 
 
 def rendered(runtime, messages):
-    """Return the tokens of a conversation after the chat template."""
+    """Return the tokens of a conversation rendered by the chat template."""
     body = json.dumps({"messages": messages}).encode()
     with closing(runtime.submit(body, "/apply-template")) as answer:
         (made,) = answer
@@ -99,7 +99,10 @@ def test_a_shared_prefix_is_read_once(runtime):
 
 @pytest.mark.parametrize(("cache_ram", "n_kept"), [(MIB, 1), (0, 0)])
 def test_prompt_copies_stay_within_cache_ram(path, cache_ram, n_kept):
-    """A conversation of 200 tokens takes 0.4 MiB."""
+    """Prompt copies take at most `cache_ram` bytes, and older ones are dropped first.
+
+    A conversation of 200 tokens takes 0.4 MiB.
+    """
     with opened(path, cache_ram=cache_ram) as runtime:
         assert runtime.plan.prompt_bytes == cache_ram
         for text in (FIRST, OTHER, THIRD, ANOTHER):
@@ -111,9 +114,10 @@ def test_prompt_copies_stay_within_cache_ram(path, cache_ram, n_kept):
 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_restored_prompts_give_the_same_logits(path, tmp_path, with_tools):
-    """Restored from memory, and from disk after a restart.
+    """A restored conversation continues with the same logits.
 
-    Also with a tool call and its result in the conversation.
+    It is restored from memory, and from disk after a restart. The conversation may have a tool call
+    and its result.
     """
     prompt, further = FIRST, QUESTION[:30]
     with opened(path) as runtime:

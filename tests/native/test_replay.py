@@ -127,9 +127,9 @@ def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
 def test_a_text_is_recorded(policy, one):
-    """The recorded steps, phases, events and times of a text.
+    """A recorded text has its steps, phases, marks and times.
 
-    Recording leaves no change in the evaluator.
+    After the recording, the evaluator works as before.
     """
     with (
         opened(one, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8) as runtime,
@@ -171,7 +171,10 @@ def test_an_answer_is_recorded(policy, both):
 
 
 def test_recorded_turns_reuse_their_prefix(both):
-    """A prompt of one token counts as a prompt, and the end of each prompt is marked."""
+    """Later turns of a recorded conversation read only their new tokens.
+
+    A prompt of one token counts as a prompt, and the end of each prompt is marked.
+    """
     config = build(both, policy="context", ubatch=8)
     with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
         driver = runtime.inside.driver

@@ -35,19 +35,19 @@ def test_equal_prompts_in_one_batch_give_equal_tokens(both, settings, n):
         expected, rows = alone(e, PROMPTS[0])
     with opened(both, **settings, sequences=n) as runtime, runtime.evaluator() as e:
         first = e.eval(PROMPTS[0], 0)[-1]
-        everyone = list(range(n))
-        for sequence in everyone:
+        all_sequences = list(range(n))
+        for sequence in all_sequences:
             e.fork(sequence)
         found = [[int(first.argmax())] * n]
         for at in range(N_DECODE):
-            logits = e.decode_batch(found[-1], everyone)
+            logits = e.decode_batch(found[-1], all_sequences)
             assert logits.shape == (n, len(first))
             np.testing.assert_array_equal(logits[1:], logits[:-1])
             # Flash attention sums the KV cells of a sequence in another order if other sequences'
             # cells are between them. Logits have a spread of 2.
             np.testing.assert_allclose(logits[0], rows[at + 1], atol=0 if n == 1 else 0.2)
             found.append(logits.argmax(axis=1).tolist())
-        assert [[row[s] for row in found[:-1]] for s in everyone] == [expected] * n
+        assert [[row[s] for row in found[:-1]] for s in all_sequences] == [expected] * n
         stats = e.inside.store.stats()
         if settings is DYNAEXQ:  # all experts are resident
             assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]

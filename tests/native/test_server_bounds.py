@@ -121,7 +121,10 @@ def test_an_ordinary_schema_is_accepted(runtime, name, capfd):
 
 
 def test_a_cancelled_request_ends_the_conversion_of_its_schema(runtime):
-    """400 prompts need 400 conversions, which would take a minute."""
+    """A cancelled request ends the conversion of its schema.
+
+    400 prompts need 400 conversions, which would take a minute.
+    """
     many = {"prompt": ["One"] * 400, "n_predict": 1, "json_schema": properties(60)}
     answer = posted(runtime, "/completion", **many)
     answer.cancel()
@@ -188,7 +191,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_excessive_chat_template_is_refused(library, tmp_path, name, capfd):
-    """The refusal takes seconds, and the template's values and texts at most 150 MiB."""
+    """The template is refused in seconds, and the peak RSS grows by less than 150 MiB."""
     text, said = TEMPLATES[name]
     path = tmp_path / "chat.jinja"
     path.write_text(text)
@@ -204,7 +207,10 @@ def test_an_excessive_chat_template_is_refused(library, tmp_path, name, capfd):
 
 
 def test_an_excessive_rendering_is_refused(library, tmp_path):
-    """The limits grow with the conversation, and the next request is answered."""
+    """A request whose rendering exceeds the limits is refused.
+
+    The limits grow with the conversation, and the next request is answered.
+    """
     path = tmp_path / "chat.jinja"
     path.write_text(
         "{% for m in messages %}{{ m.content }}{% if 'loop' in m.content %}"

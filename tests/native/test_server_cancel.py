@@ -24,7 +24,7 @@ def on_sequence(runtime, sequence, **data):
 
 
 class Held:
-    """Blocks the policy at a chosen call of `decide` until `go_on` is set."""
+    """A wrapper of a policy that blocks a chosen call of `decide` until `go_on` is set."""
 
     def __init__(self, policy, monkeypatch):
         self.reached, self.go_on = threading.Event(), threading.Event()

@@ -50,7 +50,7 @@ def tried(library, llama_source):
     return try_one
 
 
-THOUGHT = "Well.</think>"
+END_OF_REASONING = "Well.</think>"
 # Templates whose parsers in llama.cpp ignore schemas or allow reasoning instead of the answer, with
 # the text before an answer.
 SCHEMAS = {
@@ -60,11 +60,11 @@ SCHEMAS = {
     "Kimi-K3": "Well.<|close|>think<|sep|><|open|>response<|sep|>",
     "GigaChat3-10B-A1.8B": "",
     "GigaChat3.1-10B-A1.8B": "",
-    "inclusionai-ling-3.0-flash": THOUGHT,
+    "inclusionai-ling-3.0-flash": END_OF_REASONING,
     "meetkai-functionary-medium-v3.2": "all\n",
-    "Qwen3.5-4B": f"{THOUGHT}\n\n",
-    "StepFun3.5-Flash": f"{THOUGHT}\n",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": THOUGHT,
+    "Qwen3.5-4B": f"{END_OF_REASONING}\n\n",
+    "StepFun3.5-Flash": f"{END_OF_REASONING}\n",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": END_OF_REASONING,
     "LFM2-8B-A1B": "",
 }
 
@@ -165,7 +165,10 @@ def test_a_schema_is_enforced(tried, name):
 
 
 def test_the_prompt_has_the_clients_schema(tried):
-    """The grammar uses a rewritten schema, because llama.cpp fails on the client's."""
+    """The prompt has the client's schema, while the grammar uses a rewritten one.
+
+    llama.cpp fails on the client's schema.
+    """
     schema = {"type": "object", "properties": {"a": True}, "required": ["a"]}
     made, _ = rewritten_arguments(schema, "s")
     tool = function({**schema, GRAMMAR_SCHEMA: made})
@@ -220,7 +223,10 @@ def test_a_required_call_has_its_arguments(tried, name):
 
 @pytest.mark.parametrize("name", ["openbmb-MiniCPM5-1B", "google-gemma-4-31B-it", "LFM2-8B-A1B"])
 def test_a_call_may_have_any_of_its_optional_arguments(tried, name):
-    """Also for a function name that is not only letters."""
+    """A call may have any of its optional arguments.
+
+    The function's name may have characters other than letters.
+    """
     form, right, wrong = CALLS[name]
     free = {**CITY, "required": []}
     answers = [form.format(each).replace("weather", "get_weather") for each in (*right, wrong[-1])]
@@ -248,7 +254,10 @@ def test_an_answer_in_another_format_is_text(tried, name):
 
 
 def test_a_call_that_breaks_off_is_text_in_a_stream_too(tried):
-    """The parts of the call that were already sent remain, and the text follows."""
+    """A call that breaks off becomes text, in a stream too.
+
+    The parts of the call that were already sent remain, and the text follows.
+    """
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</call>"
     (answer,) = tried("Qwen3-Coder", text, tools=[function(CITY)])["answers"]
     assert answer["message"]["content"].strip() == text
@@ -269,7 +278,10 @@ def pieces_of(answer):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_log_reports_an_answer_in_another_format(library, stream):
-    """The client begins a call in the assistant's message, and the model does not continue it."""
+    """The log reports an answer that is not in the template's format.
+
+    The client begins a call in the assistant's message, and the model does not continue it.
+    """
     notes = []
     begun = [*QUESTION, {"role": "assistant", "content": "<tool_call>\n{"}]
     data = {

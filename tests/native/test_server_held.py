@@ -1,12 +1,11 @@
-"""llama.cpp's server and its kept conversations:
+"""Kept conversations in llama.cpp's server.
 
-matched by text, inspected between steps, and written to files.
+They are matched by text, inspected between steps, and written to files.
 """
 
 import json
 import threading
 
-import numpy as np
 import pytest
 
 from .conftest import HANG_S
@@ -270,20 +269,3 @@ def test_policy_notes_are_kept_with_the_tokens():
         assert ask(runtime, [*held, 67], n_predict=1)[0] == 1
         # The state at the end of the first conversation, before the second one.
         assert said[1:] == [(0, b"3")]
-
-
-def test_a_copy_restores_the_usage_counts_of_context():
-    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as runtime:
-
-        def counts():
-            state = runtime.inside.driver.save_sequence(0)
-            return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
-
-        first = tokens_of(runtime, USER.format("Where is it, and who lives there? " * 8))
-        other = tokens_of(runtime, "An entirely different text, about nothing in particular. " * 8)
-        ask(runtime, first)
-        known = counts()
-        ask(runtime, other)
-        assert not np.allclose(counts(), known, atol=20)
-        assert ask(runtime, first)[0] == 1
-        np.testing.assert_allclose(counts(), known, atol=20)

@@ -112,7 +112,10 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch
 
 
 def test_metrics_are_answered_while_a_prompt_is_read(monkeypatch):
-    """A step with a prompt may take a minute, but monitoring polls every few seconds."""
+    """`/metrics` answers while a step with a prompt runs.
+
+    Such a step may take a minute, but monitoring polls every few seconds.
+    """
     reading, go_on = threading.Event(), threading.Event()
     with serving(**DYMOE) as runtime:
         decide = runtime.inside.policy.decide
@@ -172,7 +175,10 @@ def test_an_unread_stream_ends_early(monkeypatch):
 
 
 def test_decode_phase_after_a_warm_up_step(monkeypatch):
-    """As on a GPU, a warm-up step with a prompt comes before the first request."""
+    """After a warm-up step, tokens of an answer have the decode phase.
+
+    As on a GPU, the warm-up step has a prompt and comes before the first request.
+    """
     real = Loader.load
 
     def warmed(loader, *args):
@@ -192,7 +198,10 @@ def test_decode_phase_after_a_warm_up_step(monkeypatch):
     ids=lambda each: each["policy"],
 )
 def test_starting_the_core_does_not_affect_the_policy(monkeypatch, settings):
-    """llama.cpp decodes two tokens at the start, which use one expert per layer and tier."""
+    """Starting the server core makes no decision and no request, and counts no step.
+
+    llama.cpp decodes two tokens at the start, which read at most one expert per layer and tier.
+    """
     decided = []
     on_route = Driver.on_route
 
@@ -229,8 +238,11 @@ PROMPTS_OF = {
 
 @pytest.mark.parametrize(("prompts", "sizes"), PROMPTS_OF.values(), ids=PROMPTS_OF)
 def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes):
-    """A step with one prompt token has the same shape as a step of an answer."""
-    told, steps, tokens = [], [], []
+    """The core reports the phase of each step and the end of each prompt.
+
+    A step with one prompt token has the same shape as a step of an answer.
+    """
+    phases_seen, steps, tokens = [], [], []
     settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
     with serving(2, **settings) as runtime:
         driver, store = runtime.inside.driver, runtime.inside.store
@@ -242,7 +254,7 @@ def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes
 
         driver.set_route(watched)
         store.set_step_done(lambda step: (steps.append(step), driver.step_done(step)))
-        monkeypatch.setattr(driver, "follow", told.append)
+        monkeypatch.setattr(driver, "follow", phases_seen.append)
         for prompt in prompts:
             sequences = [0, 1] if isinstance(prompt[0], list) else [0]
             data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
@@ -253,7 +265,7 @@ def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes
     n_read = len(sequences) if len(sequences) > 1 else len(prompts)
     assert sum(len(step.prompt_ends) for step in steps) == n_read
     assert len(steps) - len(in_prompts) == 2 * len(prompts)  # the third token is not decoded
-    assert told == [step.phase for step in steps]
+    assert phases_seen == [step.phase for step in steps]
     assert all(phases in ({Phase.PREFILL}, {Phase.DECODE}) for phases in tokens)
 
 

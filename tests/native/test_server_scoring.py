@@ -74,7 +74,7 @@ def said(runtime, prompt, **more):
 
 
 def test_scores_equal_evals_bit_for_bit(runtime):
-    """This holds with the same number of tokens per micro-batch.
+    """Scores equal those of `eval` bit for bit, with the same number of tokens per micro-batch.
 
     With another number, sums have another order, which decides close choices of a router.
     """
@@ -94,14 +94,17 @@ def test_scores_equal_evals_bit_for_bit(runtime):
 
 
 def test_the_longest_prompt_evicts_kept_conversations(runtime):
-    """Both sequences hold full contexts and lose them."""
-    room = runtime.about.n_ctx
+    """A prompt as long as the context is scored although both sequences hold full contexts.
+
+    The sequences lose their tokens.
+    """
+    n_ctx = runtime.about.n_ctx
     words = tokens_of(runtime, TEXT * 20)
-    prompts = [[*tokens_of(runtime, other), *words][: room - 8] for other in OTHERS]
-    first = choice_of(runtime, words[:room])
-    for seat, prompt in enumerate(prompts):
-        assert said(runtime, prompt, id_slot=seat)[0] == room - 8
-    assert choice_of(runtime, words[:room]) == first
+    prompts = [[*tokens_of(runtime, other), *words][: n_ctx - 8] for other in OTHERS]
+    first = choice_of(runtime, words[:n_ctx])
+    for slot, prompt in enumerate(prompts):
+        assert said(runtime, prompt, id_slot=slot)[0] == n_ctx - 8
+    assert choice_of(runtime, words[:n_ctx]) == first
     scored(runtime, "a")  # frees the context for the other tests
 
 
@@ -136,7 +139,7 @@ def test_a_failing_policy_fails_only_its_request(deciding, monkeypatch):
 
 
 def test_a_stop_ends_the_running_part(deciding, monkeypatch):
-    """The stop comes from another thread, as with SIGTERM."""
+    """A stop from another thread, as with SIGTERM, ends the running part."""
     decide, layers = deciding.inside.policy.decide, []
 
     def stopping(*event):

@@ -102,8 +102,8 @@ def test_tool_choice_holds(tmp_path, name):
         common = {"messages": TURNS, "tools": [CAPITAL], "max_tokens": 300}
         # A model that was not trained with tools would call without end.
         common["parallel_tool_calls"] = False
-        told = answered(runtime, RENDER, **common)["prompt"]
-        assert "The capital of a country." in told and "And of Peru?" in told
+        rendering = answered(runtime, RENDER, **common)["prompt"]
+        assert "The capital of a country." in rendering and "And of Peru?" in rendering
         made = answered(runtime, CHAT, **common, tool_choice="required")
         (choice,) = made["choices"]
         assert choice["finish_reason"] == "tool_calls", choice
@@ -123,7 +123,10 @@ def test_tool_choice_holds(tmp_path, name):
 
 
 def test_reasoning_is_separate_from_content(tmp_path):
-    """In a complete answer and in a stream, whose first delta has the role."""
+    """Reasoning and content are separate, in a complete answer and in a stream.
+
+    The first delta of the stream has the role.
+    """
     # The demo model was not trained to reason.
     grammar = r'root ::= "Let me think.\n</think>\n\nIt is Lima."'
     data = {"messages": TURNS, "max_tokens": 60, "grammar": grammar}
@@ -140,7 +143,7 @@ def test_reasoning_is_separate_from_content(tmp_path):
 
 
 def test_a_message_after_the_result_of_a_tool(tmp_path):
-    """The message stays separate, unless the template refuses that."""
+    """A user's message after a tool's result stays separate, unless the template refuses that."""
     asked = [*AFTER_A_CALL, {"role": "user", "content": [{"type": "text", "text": "Be brief."}]}]
     with serving_with(tmp_path, IN_TURNS) as runtime:
         prompt = answered(runtime, RENDER, messages=asked)["prompt"]

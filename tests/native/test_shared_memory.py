@@ -1,7 +1,4 @@
-"""Shared memory:
-
-KV cells and scratch take memory from the slots and return it. Logits do not change.
-"""
+"""KV cells and scratch take memory from the slots and return it. Logits do not change."""
 
 import os
 import signal
@@ -54,7 +51,10 @@ def held(e):
 
 
 def test_slots_shrink_with_used_memory_and_grow_again(path, cap):
-    """Scratch of a large micro-batch stays for a few steps and counts until it is freed."""
+    """Slots shrink when KV cells and scratch are used, and grow again after a reset.
+
+    Scratch of a large micro-batch stays for a few steps and counts until it is freed.
+    """
     with (
         opened(path, ram=cap, conversations=True, ubatch=None) as runtime,
         runtime.evaluator() as e,
@@ -66,8 +66,8 @@ def test_slots_shrink_with_used_memory_and_grow_again(path, cap):
             seen.append(held(e))
         short, long, after, *_ = seen
         assert long < after < short
-        room = plan.shared.cache_bytes(512)  # for a prompt copy
-        assert 0 <= plan.slots.total_bytes - short <= room
+        copy_bytes = plan.shared.cache_bytes(512)  # for a prompt copy
+        assert 0 <= plan.slots.total_bytes - short <= copy_bytes
         e.reset()
         e.eval(PROMPT[:20], 0)
         assert held(e) == short
@@ -120,9 +120,9 @@ def test_a_step_that_gets_no_memory_fails_alone(path, cap):
 
 
 def test_an_aborted_step_keeps_no_slot(path, cap):
-    """The step ends between a layer's hook, which pins experts, and the ops that use them.
+    """After an aborted step, the smallest limit can be set and the next prompt works.
 
-    The next prompt needs a smaller limit.
+    The step ends between a layer's hook, which pins experts, and the ops that use them.
     """
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         expected = e.eval(PROMPT[:20], 0)
@@ -152,7 +152,10 @@ def test_an_aborted_step_keeps_no_slot(path, cap):
 
 
 def test_a_signal_ends_a_step_of_an_answer(path, cap):
-    """Python signal handlers cannot run inside the step, so the stop comes from another thread."""
+    """A stop from another thread ends a step of an answer.
+
+    Python signal handlers cannot run inside the step.
+    """
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         e.eval(PROMPT[:20], 0)
         routed = []
@@ -171,7 +174,7 @@ def test_a_signal_ends_a_step_of_an_answer(path, cap):
 
 
 def test_prompt_progress_counts_layers(path, cap):
-    """Also in a step with several micro-batches."""
+    """The progress of a prompt grows with each layer, also in a step with several micro-batches."""
     with opened(path, Answering(), ram=cap) as runtime:
         driver, steps = runtime.inside.driver, {}
 
@@ -223,9 +226,9 @@ def test_cells_of_several_sequences_shrink_the_slots(path, cap):
 
 
 def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
-    """The cells of a dropped long prompt precede a short one.
+    """Scratch counts for all cells up to the last one in use.
 
-    Scratch depends on the last cell in use.
+    The free cells of a dropped long prompt precede those of a short one.
     """
     with (
         opened(path, ram=cap, conversations=True, sequences=1, ubatch=None) as runtime,
@@ -240,7 +243,10 @@ def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
 
 
 def test_prompt_copies_shrink_the_slots(path, cap):
-    """Memory for one more copy is reserved, so a new copy never exceeds the limit."""
+    """Prompt copies shrink the slots, and all memory stays within the shared limit.
+
+    Memory for one more copy is reserved, so a new copy never exceeds the limit.
+    """
     with opened(path, Answering(reads_ahead=False), ram=cap) as runtime:
         shared, seen, store = runtime.plan.shared, [], runtime.inside.store
         assert shared.prompts > 0
@@ -248,8 +254,8 @@ def test_prompt_copies_shrink_the_slots(path, cap):
         def answer(prompt):
             answered(runtime, prompt, 2)
             seen.append(store.stats().slot_bytes)
-            beside = sum(each.resident for each in touched_memory(store.library))
-            assert seen[-1] + beside + runtime.memory()["kept prompts"] <= shared.n_bytes
+            touched = sum(each.resident for each in touched_memory(store.library))
+            assert seen[-1] + touched + runtime.memory()["kept prompts"] <= shared.n_bytes
 
         for start in range(0, 2400, 600):
             answer(PROMPT[start : start + 100])

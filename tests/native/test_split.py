@@ -64,6 +64,7 @@ def test_parts_of_a_packed_file(both, tmp_path):
 
 @pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3)])
 def test_a_split_low_file(parts, tiny_model, tmp_path):
+    """Logits are equal whether the high file, the low file, or both are split."""
     files = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
     paths = [
         split(file, tmp_path / name, n)[0] if n > 1 else file

@@ -1,6 +1,6 @@
-"""All experts resident and no decisions:
+"""All experts are resident, and no policy decides.
 
-steps without the route hook count and compute the same as steps with it.
+Steps without the route hook count and compute the same as steps with it.
 """
 
 import numpy as np

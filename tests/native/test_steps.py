@@ -97,7 +97,7 @@ def test_micro_batches_are_steps(watched):
 
 
 def test_each_token_has_its_phase(watched):
-    """A prompt runs in one step with the answers of two other sequences."""
+    """Each token has its own phase if a prompt runs in one step with two answers."""
     for sequence in (0, 2):
         watched.read(PROMPT[:5], 0, sequence)
     watched.events.clear()
@@ -117,6 +117,7 @@ def test_each_token_has_its_phase(watched):
 
 
 def test_callers_may_set_the_phase(watched):
+    """`set_phase` overrides the phase that follows from the batch."""
     store = watched.store
     assert watched.answer(5, 0).phase == D  # derived from the batch
     store.set_phase(P)
@@ -146,6 +147,7 @@ def set_prompts(watched, *sequences):
     ],
 )
 def test_callers_may_name_the_sequences_with_prompts(watched, prompts, phases, ends):
+    """Tokens of the named sequences have the prefill phase, all others the decode phase."""
     for sequence in range(3):
         watched.read(PROMPT[:2], 0, sequence)
     watched.events.clear()
@@ -227,7 +229,11 @@ def test_a_read_error_fails_the_step(one, tmp_path):
 
 
 def test_a_cancel_has_its_own_status(watched):
-    """For the store's cancel and for the context's own abort callback, which stays installed."""
+    """A cancelled step returns status 2 and keeps the earlier tokens.
+
+    This holds for the store's cancel and for the context's own abort callback, which stays
+    installed.
+    """
     decoder, store = watched.decoder, watched.store
     asked = [False]
 
@@ -249,7 +255,10 @@ def test_a_cancel_has_its_own_status(watched):
 
 @pytest.mark.parametrize("where", ["route", "step"])
 def test_a_callback_may_fail_the_step(watched, where):
-    """The callback's exception is raised by `check_step`. Earlier micro-batches stay."""
+    """An exception in a callback fails the step, and `check_step` raises it.
+
+    Earlier micro-batches stay.
+    """
     decoder, store = watched.decoder, watched.store
     error, n = KeyError("odd"), [0]
 

@@ -95,7 +95,10 @@ def test_limits_between_steps(n_warm, slots, usable, left, simulated, library, t
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_refused_limits(device, library, tmp_path):
-    """A refusal changes nothing, and the next step works."""
+    """A limit below one slot of each kind is refused, and every limit on a device.
+
+    A refusal changes nothing, and the next step works.
+    """
     driver = make(library, tmp_path, device=device)
     with driver.store as store:
         row, before = row_bytes(store), kept(store)
@@ -124,19 +127,19 @@ def test_static_tables_end_with_a_limit(library, tmp_path):
     """
     driver = make(library, tmp_path, simulated=True, n_warm=10, n_slots=10)
     with driver.store as store:
-        row, everything = row_bytes(store), kept(store)
-        assert everything == [*EXPERTS, *THE_OTHERS]
+        row, all_experts = row_bytes(store), kept(store)
+        assert all_experts == [*EXPERTS, *THE_OTHERS]
         store.limit(9 * row)
-        assert kept(store) == everything[1:]
+        assert kept(store) == all_experts[1:]
         store.limit(10 * row)
         for kind in KINDS:
-            driver.prefetch([(*everything[0], 0)], kind)
+            driver.prefetch([(*all_experts[0], 0)], kind)
         driver.clock.advance(1000 * US)
-        assert kept(store) == everything
+        assert kept(store) == all_experts
 
 
 def test_pinned_slots_are_freed_after_their_use(library, tmp_path):
-    """For experts that were computed, and for an expert of an aborted step."""
+    """Slots of a step's experts are freed after their use, or when an aborted step ends."""
     driver = make(library, tmp_path)
     with driver.store as store:
         row, needed = row_bytes(store), [3, 4]
@@ -158,7 +161,10 @@ def test_pinned_slots_are_freed_after_their_use(library, tmp_path):
 
 @pytest.mark.parametrize("step_begins", [True, False])
 def test_slots_of_a_transition_are_freed_at_its_end(step_begins, library, tmp_path):
-    """At the next step or before it, because the next step may be waiting for the limit."""
+    """Slots of a transition are freed at the next step, or before it.
+
+    The next step may be waiting for the limit.
+    """
     file = ExpertFile(tmp_path / "experts.bin")
     driver = Driver(file, library, (4, 8))
     with driver.store as store:
@@ -267,7 +273,10 @@ def test_limits_do_not_change_logits(options, tiny_model, library):
 
 
 def test_a_limit_during_a_step_is_refused(tiny_model):
-    """The step continues after the refusal. The step callback may set a limit."""
+    """A limit is refused during a step, and the step continues.
+
+    The step callback may set a limit.
+    """
     config = Config.build(
         model=tiny_model("qwen3moe", "q4_k"),
         ctx=256,

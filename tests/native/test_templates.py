@@ -80,6 +80,7 @@ def made_of(template, *cases):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_upstream_template(name):
+    """The outcomes of upstream's template equal its row in templates.json."""
     sources = upstream_templates()
     assert outcomes(sources[name], ROWS[name]) == ROWS[name]["outcomes"]
 
@@ -170,10 +171,10 @@ def test_text_and_calls_of_one_message_are_shown(template, order):
     ids=["our own format", "a list of tools alone", "one call"],
 )
 def test_calls_take_time_in_proportion_to_their_number(template):
-    """Time of the processor, because steps of the template are not counted.
+    """Rendering four times as many calls takes less than eight times as long.
 
-    Four times as many calls take less than eight times as long. Copying all calls for each call
-    would take 16 times as long.
+    The test compares CPU times, because steps of the template are not counted. Copying all calls
+    for each call would take 16 times as long.
     """
 
     def seconds(n_calls):
@@ -352,7 +353,7 @@ def test_reasoning_is_continued():
 
 
 def test_most_templates_are_right():
-    """Limits the number of known faults in the table."""
+    """At least 481 outcomes in the table are right, and the others are known faults."""
     cells = [cell for row in ROWS.values() for cell in row["outcomes"].values()]
     assert all(cell == RIGHT or cell.startswith("known: ") for cell in cells)
     assert sum(cell == RIGHT for cell in cells) >= 481

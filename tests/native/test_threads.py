@@ -45,7 +45,10 @@ def test_barrier(flag, compile_native):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tier", ["q4_k", "q4_0", "q8_0"])
 def test_the_number_of_threads_changes_no_bits(path, tier, tiny_model):
-    """Up to 256 tokens. Beyond that, upstream's attention sums per thread."""
+    """Up to 256 tokens, logits are equal bit for bit for every number of threads.
+
+    Beyond that, upstream's attention sums per thread.
+    """
     model = tiny_model("olmoe", tier)
 
     def logits(numbers):
@@ -70,12 +73,12 @@ def test_the_number_of_threads_changes_no_bits(path, tier, tiny_model):
 def test_settings_that_fix_the_number_of_threads(one, monkeypatch):
     made = []
 
-    class Seen(load.FreeCores):
+    class Recording(load.FreeCores):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(load, "FreeCores", Seen)
+    monkeypatch.setattr(load, "FreeCores", Recording)
     for settings in ({"threads": 1}, {"exact": True}, {"seed": 7}):
         with opened(one, **{"threads": None, **settings}):
             assert not made, settings
@@ -126,7 +129,10 @@ def answer_with_advice(model, advice, monkeypatch, **settings):
 
 
 def test_a_seed_gives_one_answer_under_changing_load(tiny_model, monkeypatch):
-    """Beyond about 512 tokens, the number of threads changes the order of sums in attention."""
+    """With a seed, answers are equal although the load suggests different numbers of threads.
+
+    Beyond about 512 tokens, the number of threads changes the order of sums in attention.
+    """
     model = tiny_model("olmoe", "q8_0")
     answers = [
         answer_with_advice(model, 1 + run % 3, monkeypatch, seed=7, ram=1 << 30)

@@ -66,6 +66,8 @@ def anonymous_bytes():
 
 @pytest.mark.parametrize("kv", ROW_BYTES)
 def test_the_resident_kv_cache_follows_its_cells(library, path, kv):
+    """The resident bytes of the KV cache follow the number of cells in use."""
+
     def held(n_cells):
         """Return whether the cache has that many cells in memory."""
         least = n_cells * CELL_VALUES * ROW_BYTES[kv]
@@ -97,9 +99,9 @@ def test_the_resident_kv_cache_follows_its_cells(library, path, kv):
 
 
 def test_transposed_values_touch_a_page_per_dimension(library, path, monkeypatch):
-    """Without flash attention, the values of each dimension are contiguous:
+    """Without flash attention, each dimension of the values touches its own pages.
 
-    2,048 f16 cells per page.
+    The values of a dimension are contiguous: 2,048 f16 cells per page.
     """
     monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
@@ -117,7 +119,10 @@ def test_transposed_values_touch_a_page_per_dimension(library, path, monkeypatch
 
 
 def test_a_dropped_sequence_frees_its_pages(library, path):
-    """Several sequences decode together, and each has its own runs of cells."""
+    """A dropped sequence frees the pages of its cells.
+
+    Several sequences decode together, and each has its own runs of cells.
+    """
     with opened(path, sequences=4) as e:
         e.eval(DRAWN[:10], 0)
         for each in range(4):

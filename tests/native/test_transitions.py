@@ -1,7 +1,4 @@
-"""Transitions of the real store:
-
-promotion, demotion, publication, eviction, failed and delayed reads.
-"""
+"""Transitions of the real store: promotion, demotion, publication, eviction, and reads."""
 
 import os
 import time
@@ -36,9 +33,9 @@ def expert_file(tmp_path_factory):
 
 @pytest.fixture
 def make(expert_file, library, device):
-    """make(slots, high, file):
+    """Return the function make(slots, high, file), which makes a store with all experts resident.
 
-    a store with all experts resident. Its invariants are checked at the end.
+    The store's invariants are checked at the end.
     """
     made = []
 
@@ -64,8 +61,8 @@ def step(driver, layer=0, experts=range(N_EXPERT)):
     return driver.use(layer, list(experts))
 
 
-def test_a_swap(driver):
-    """Demote into the reserve, then promote into the freed slot.
+def test_two_experts_exchange_their_tiers(driver):
+    """An expert is demoted into the reserve, and another one promoted into the freed slot.
 
     Each takes effect at the next step.
     """
@@ -106,7 +103,10 @@ def test_the_rate_delays_reads(driver):
 
 
 def test_the_rate_holds_for_the_host_cache_too(driver, device):
-    """The expert returns to its earlier tier, which on a device is still in the host cache."""
+    """Transitions keep their rate when their bytes come from the host cache.
+
+    The experts return to their earlier tier, which on a device is still in the host cache.
+    """
     store, experts = driver.store, [(0, 0), (1, 0)]
     for tier in (LOW, HIGH, LOW):
         assert store.transition([(*expert, tier) for expert in experts]) == 2
@@ -148,7 +148,10 @@ def test_a_failed_read_leaves_the_old_version(make, tmp_path, how):
 
 
 def test_a_request_takes_over_a_running_promotion(make):
-    """A policy may also request tiers. Experts in transition are not evicted for other experts."""
+    """A request takes over a running promotion to the same tier.
+
+    Experts in transition are not evicted for other experts.
+    """
     driver = make((2, 10), set())
     store = driver.store
     store.set_transition_rate(HELD)
@@ -171,7 +174,10 @@ def test_unknown_experts_are_refused(driver):
 
 @pytest.mark.parametrize("held", [True, False])
 def test_a_request_during_a_demotion(make, held, tmp_path):
-    """While an expert moves between two tiers, a token requests a third, better tier."""
+    """A request for a better tier during a demotion gets that tier.
+
+    The expert moves between two tiers, and a token requests a third one.
+    """
     driver = make((2, 12, 2, 2, 2), set(), ExpertFile(tmp_path / "five.bin", n_tiers=5))
     store = driver.store
     store.set_route(None, LOW)

@@ -38,7 +38,10 @@ def test_a_warm_up_has_no_lasting_effect(both, settings):
 
 @pytest.mark.parametrize(("settings", "tiers"), TIERS)
 def test_a_warm_up_computes_in_each_tier(both, monkeypatch, settings, tiers):
-    """A GPU kernel takes memory at its first launch, so each type must be computed once."""
+    """A warm-up computes in each tier of the policy.
+
+    A GPU kernel takes memory at its first launch, so each type must be computed once.
+    """
     with opened(both, ctx=64, ubatch=16, **settings) as runtime, runtime.evaluator() as e:
         forget = e.inside.store.reset_stats
         found = set()

@@ -25,10 +25,10 @@ HANG_S = 1800  # CI compiles everything
 QUESTION = ("chat", "-p", "What is the capital of Norway?", "--seed", "1")
 MOST_BYTES = 75 * 10**6
 # Instructions that a library for a set of instructions must not contain, as printed by objdump:
-# those of higher sets, and those of no set (NOBODYS).
+# those of higher sets, and those of no set (OF_NO_SET).
 AVX512 = r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b"
 VNNI = r"vpdp(bus|wss)"
-NOBODYS = (
+OF_NO_SET = (
     r"\b(tdp\w+|\w*tile\w+|vdpbf16ps|vcvtne\w+|vperm[it]2b|vpermb|vpmultishiftqb|gf2p8\w+|sha\d\w+|"
     r"vaes\w+|vpclmul\w+)\b"
 )
@@ -106,7 +106,7 @@ def run(python, tmp_path):
     yield call
 
 
-def test_contents(wheel):
+def test_files_and_size_of_the_wheel(wheel):
     name, version, tag = wheel.stem.split("-", 2)
     assert (name, tag) == ("moe_edge", portable.tag()) and "+" not in version
     assert wheel.stat().st_size <= MOST_BYTES
@@ -161,7 +161,10 @@ def test_an_unsupported_processor_is_refused(run):
 @pytest.mark.parametrize("others", ["make build's", "PyPI's"])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_it_answers_next_to_another_llama_cpp(run, others, first, tmp_path):
-    """In one process and in either order, although both have libraries of the same names."""
+    """The wheel and another llama.cpp answer in one process, in either order.
+
+    Both have libraries of the same names.
+    """
     if others == "PyPI's" and not PYPI:
         pytest.skip("MOE_EDGE_PYPI is not set: `pip install --target FOLDER llama-cpp-python`")
     stock = tmp_path / "stock.gguf"
@@ -174,7 +177,10 @@ def test_it_answers_next_to_another_llama_cpp(run, others, first, tmp_path):
 
 
 def test_an_exception_of_another_library_is_caught(run, tmp_path):
-    """Each library has its own libstdc++, and so does the one that throws here."""
+    """An exception that another library throws in a callback is caught.
+
+    Each library has its own libstdc++, and so does the one that throws.
+    """
     source, library = tmp_path / "thrower.cpp", tmp_path / "libthrower.so"
     source.write_text(THROWER)
     flags = portable.LINKED.partition("=")[2].split()[:-1]
@@ -197,7 +203,7 @@ for _ in range(3):
 
 
 def test_some_tests_of_the_build_pass_with_the_wheel(wheel, tmp_path, real_cache):
-    """A few tests of each kind. tests/helpers/installed.py runs any others."""
+    """A few tests of each kind pass with the wheel. tests/helpers/installed.py runs any others."""
     assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
 
 
@@ -206,7 +212,7 @@ def test_no_set_has_an_instruction_of_a_higher_one(python):
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     for path in sorted(folder.rglob("*.so*")):
         name = path.parent.name if path.parent != folder else "avx2"
-        never = re.compile("|".join((*NEVER[name], NOBODYS)))
+        never = re.compile("|".join((*NEVER[name], OF_NO_SET)))
         found, function = set(), ""
         command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -116,8 +116,8 @@ class Driver:
             self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
     def warm(self, high):
-        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
-        self.store.warm([(*each, HIGH if each in high else LOW) for each in everyone])
+        every_expert = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.store.warm([(*each, HIGH if each in high else LOW) for each in every_expert])
         self.store.reset_stats()
 
     def apply(self, layer, experts):
@@ -135,9 +135,9 @@ class Driver:
         return {expert: set(tiers.values()) for expert, tiers in seen.items()}
 
     def use_matrices(self, layer, experts):
-        """Return {expert:
+        """Return, for each expert, the tier of each of its matrices by kind.
 
-        {kind: tier}}. Each matrix must come once. Its bytes are checked, unless simulated.
+        Each matrix must come once. Its bytes are checked, unless simulated.
         """
         ids = (ctypes.c_int32 * len(experts))(*experts)
         seen = {expert: {} for expert in experts}

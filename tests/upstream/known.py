@@ -143,7 +143,7 @@ def loosened(source, loose):
     """
     tree = ast.parse(source)
 
-    class Leaving(ast.NodeTransformer):
+    class Loosening(ast.NodeTransformer):
         def __init__(self, marks):
             self.unseen = set(marks)
             self._marks = marks
@@ -158,8 +158,8 @@ def loosened(source, loose):
 
     for each in tree.body:
         if isinstance(each, ast.FunctionDef) and each.name in loose:
-            leaving = Leaving(loose[each.name][1:])
-            leaving.visit(each)
-            if leaving.unseen:
-                raise ValueError(f"{each.name} has no assertion with {sorted(leaving.unseen)}")
+            loosening = Loosening(loose[each.name][1:])
+            loosening.visit(each)
+            if loosening.unseen:
+                raise ValueError(f"{each.name} has no assertion with {sorted(loosening.unseen)}")
     return ast.unparse(tree)

@@ -38,9 +38,9 @@ def load_backend(library):
 
 
 def taken(library, runtime):
-    """Return a function that returns used device bytes:
+    """Return a function that returns used device bytes.
 
-    the peak if emulated, otherwise the current use.
+    They are the peak on an emulated GPU, and the current use on a real one.
     """
     if library != "-":
         peak = ctypes.CDLL(library).moe_emu_peak_bytes

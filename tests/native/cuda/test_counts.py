@@ -11,7 +11,7 @@ RETENTION = 0.75
 
 
 def test_counts_of_calls(device, emulated):
-    """The counts equal counts.json, the result of count_rows.
+    """The counts of calls per step equal counts.json, an earlier result of count_rows.
 
     An intended change replaces the file.
     """

@@ -79,7 +79,7 @@ def test_decodes_as_on_the_host(runs, name):
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
-def test_misses_by_choice(runs, name):
+def test_every_kind_of_misses_gives_the_same_answer(runs, name):
     """Misses computed by the host, and misses divided by measured speeds, give the same answer."""
     # otherwise the resident tier is computed
     options = {**POLICIES[name], "exact_tiers": name == "dymoe"}
@@ -219,12 +219,12 @@ def test_memory_does_not_grow_with_the_prompt(runs):
     """Memory for the longest prompt is allocated at once.
 
     Attention weights without flash attention grow with the prompt, and ggml keeps memory of each
-    length.7630: a driver allocates in steps of 2 MiB, and loads kernels at their first use
+    length.
     """
     prompt = [5 + i % 300 for i in range(320)]
     found = runs.on_gpu(0, policy="lru", ctx=768, ubatch=64, prompt=prompt)
     assert len(found["took"]) == 6
-    # a driver gives memory in steps of 2 MiB, and loads kernels when they are first used
+    # a driver allocates in steps of 2 MiB, and loads kernels at their first use
     most = 64 * 1024 if found["emulated"] else 32 * 2**20
     assert found["took"][-1] - found["took"][0] < most
 

@@ -2,7 +2,7 @@
 
 
 def test_gate_up_and_fixed_tables(device):
-    """Fused if all types agree, separate otherwise; CUDA graphs with changing tables."""
+    """gate and up have one launch if all types agree, and the outputs are right in CUDA graphs."""
     output = device.run(
         *("fused_test", "q4_K+q2_K", "f16+q8_0"),
         types=("q4_k", "q2_k", "q8_0"),
@@ -12,7 +12,7 @@ def test_gate_up_and_fixed_tables(device):
 
 
 def test_lifetimes(device):
-    """Backends in sequence, graphs and their pool, and tables that change under load."""
+    """lifetime_test.cpp: backends in sequence, graphs and their pool, and changing tables."""
     output = device.run(
         *("lifetime_test", "q4_K+q2_K"),
         types=("q4_k", "q2_k", "q8_0"),

@@ -54,8 +54,9 @@ def test_experts_of_several_types(device, sets):
 
 @pytest.mark.parametrize("how", ["wide", "far"])
 def test_shapes_of_real_models(device, monkeypatch, how):
-    """8 of 128 experts and 2,048 columns, as in Qwen3-30B, or slots more than 4 GiB apart.
+    """Rows are right with the shapes and distances of real models.
 
+    wide: 8 of 128 experts and 2,048 columns, as in Qwen3-30B. far: slots more than 4 GiB apart.
     Memory that is not used costs nothing on the emulated GPU.
     """
     monkeypatch.setenv("MOE_EMU_VRAM", str(16 << 30))
@@ -80,7 +81,7 @@ def test_random_swaps(device):
 
 
 @pytest.mark.parametrize("order", ["load", "reuse"])
-def test_a_missing_wait_is_noticed(emulated, order):
+def test_a_missing_wait_gives_wrong_rows(emulated, order):
     """Without the wait for a copy or for a slot's last reader, rows are wrong.
 
     The tests above rely on this. A real GPU may be fast enough to be right by chance.

@@ -17,10 +17,10 @@ def runs(emulated, both):
     return Runs(emulated, both)
 
 
-def last_words(run, at_end):
-    """Return the message of a run that ended early:
+def last_message(run, at_end):
+    """Return the message of a run that ended early: one line.
 
-    an error, or at_end as the program's only line.
+    It is the error, or at_end if the process failed.
     """
     if "failed" in run:
         assert run["failed"] == at_end
@@ -34,7 +34,7 @@ def last_words(run, at_end):
 def test_a_lost_gpu(runs, monkeypatch, name, kernel):
     """From a given kernel on, every CUDA call fails, in upstream's code or in ours."""
     monkeypatch.setenv("MOE_EMU_FAIL", str(kernel))
-    said = last_words(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
+    said = last_message(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
     # if our own copies or time measurements failed first, an error was raised and all memory freed
     assert ("does not answer" if kernel == 1 else "start the program again") in said
 
@@ -43,7 +43,7 @@ def test_a_lost_gpu(runs, monkeypatch, name, kernel):
 def test_a_gpu_that_another_program_fills(runs, monkeypatch, allocation):
     """From a given allocation on there is no memory, although there was when the plan was made."""
     monkeypatch.setenv("MOE_EMU_FULL", str(allocation))
-    said = last_words(runs.on_gpu(6, **POLICIES["lru"], misses="copy"), FULL)
+    said = last_message(runs.on_gpu(6, **POLICIES["lru"], misses="copy"), FULL)
     assert "memory" in said or "full" in said
 
 
@@ -65,5 +65,5 @@ def test_a_refused_pin(runs, refused):
 def test_a_gpu_that_is_too_small(runs, monkeypatch):
     """--vram exceeds the GPU's memory, which is too small for any plan."""
     monkeypatch.setenv("MOE_EMU_VRAM", str(8 << 20))
-    said = last_words(runs.on_gpu(0, policy="lru", vram=1 << 34), "")
+    said = last_message(runs.on_gpu(0, policy="lru", vram=1 << 34), "")
     assert said.startswith("free memory of cuda0, 8 MiB, is too little: the smallest --vram")
