@@ -38,8 +38,8 @@ STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
 PAPER = {"prefetch": "on", "agree": "mol", "prefetch_kinds": 1}
 GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
 
-# One token: the experts that layers 0 to 2 use, and what each predicts for the next three layers,
-# nearest layer first.
+# One token: the experts that layers 0 to 2 use, and each one's predictions for the next three
+# layers, nearest layer first.
 USED = [[0, 1, 2, 3], [4, 5, 6, 9], [2, 4, 6, 8]]
 AHEAD = [
     [[4, 5, 6, 7], [2, 4, 8, 9], [1, 2, 3, 4]],

@@ -1,5 +1,5 @@
-"""Measured compute speeds of this machine: how they are timed, which timing is used, and what is
-stored."""
+"""Measured compute speeds of this machine: how they are timed, which timing is used, and which one
+is stored."""
 
 import itertools
 import json
