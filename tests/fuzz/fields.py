@@ -9,8 +9,7 @@ clients disconnect early, and some never read.
 Findings about the process are its end, a traceback in its log, and memory above the limit. At the
 end of the run, findings are a sequence that is not free, and an exit that takes longer than two
 seconds. Findings about an answer are a status of 500, and a higher status without a message in an
-error object. Exits with 1 if there was
-a finding.
+error object. Exits with 1 if there was a finding.
 """
 
 import argparse
