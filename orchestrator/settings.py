@@ -166,7 +166,7 @@ def setting(default: Any, help: str, **said: Any) -> Any:
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
-def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
+def inherit(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
     """Return a field that repeats the declaration `name` of another record.
 
     default: replaces the default, if given. changes: replace fields of `Setting`.

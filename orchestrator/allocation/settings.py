@@ -34,7 +34,7 @@ class Background(Settings):
 class Shared(Settings):
     """Settings of otherwise unrelated policies.
 
-    Each policy takes the ones it needs with `again`.
+    Each policy takes the ones it needs with `inherit`.
     """
 
     hot_experts: int | None = setting(

@@ -13,7 +13,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import Frontier
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
@@ -96,7 +96,7 @@ def examine(
     }, plans
 
 
-def plan_line(runs: Runs) -> str:
+def plan_line(runs: ResolvedPlan) -> str:
     """Return one line about the resolved plan: reason, quality loss, size and place."""
     plan = runs.plan
     how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"

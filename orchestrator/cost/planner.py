@@ -58,7 +58,7 @@ from orchestrator.policy.base import History
 _WORTH_SAYING = 1.1
 
 
-class Runs(NamedTuple):
+class ResolvedPlan(NamedTuple):
     """A resolved plan.
 
     config: with the settings of the plan that the allowed loss chose. plan: its memory plan. loses:
@@ -122,7 +122,7 @@ class Planner:
         """
         return slow_disk(self._model, self._config)
 
-    def runs(self, config: Config) -> Runs:
+    def runs(self, config: Config) -> ResolvedPlan:
         """Return the resolved plan for these settings.
 
         Raises what `plan` and `frontier` raise, and ConfigError for an option that has no effect
@@ -131,7 +131,7 @@ class Planner:
         check_unused(config)
         return self.compared(config)
 
-    def compared(self, config: Config) -> Runs:
+    def compared(self, config: Config) -> ResolvedPlan:
         """Return the resolved plan as runs does, but ignore options without effect.
 
         Such options are not used by the policy.
@@ -155,7 +155,7 @@ class Planner:
         left_open = config.policy is None and not config.of_policies and config.seed is None
         return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
 
-    def _faster(self, runs: Runs) -> Runs:
+    def _faster(self, runs: ResolvedPlan) -> ResolvedPlan:
         """Return the resolved plan of another lossless policy if it is known to be clearly faster.
 
         Otherwise return `runs`. Measures nothing.
@@ -163,7 +163,7 @@ class Planner:
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
         with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
-            usual, others = self.candidate(times, runs), dict[int, Runs]()
+            usual, others = self.candidate(times, runs), dict[int, ResolvedPlan]()
             found = [usual]
             for asked in settings_of_plans(runs.config, self._model, None):
                 if asked.get("high_tier") == usual.tiers[0] and asked["low_tier"] is None:
@@ -174,7 +174,7 @@ class Planner:
             return others.get(id(faster_lossless(usual, found)), runs)
         return runs
 
-    def _loss_note(self, runs: Runs) -> str | None:
+    def _loss_note(self, runs: ResolvedPlan) -> str | None:
         """Return a note on the speed-up of the default allowed loss for a lossless conversation.
 
         Return None if a policy was named, or if the speed-up is small or not known without
@@ -204,18 +204,22 @@ class Planner:
                 )
         return None
 
-    def _laid_out(self, config: Config) -> Runs:
+    def _laid_out(self, config: Config) -> ResolvedPlan:
         found = self._plan(config)
-        return Runs(config, found, self.loses(found))
+        return ResolvedPlan(config, found, self.loses(found))
 
-    def _possible(self, config: Config) -> Runs | None:
+    def _possible(self, config: Config) -> ResolvedPlan | None:
         """Return the resolved plan for these settings.
 
         Return None if they do not fit the memory or the model.
         """
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
-            return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
+            return (
+                None
+                if isinstance(found, Refusal)
+                else ResolvedPlan(config, found, self.loses(found))
+            )
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
@@ -322,7 +326,7 @@ class Planner:
         return [allowed - estimate.of_uses(self._uses, np.full(size, tier)) for tier in range(n)]
 
     def candidate(
-        self, times: TimeModel, runs: Runs, asked: Mapping[str, Any] | None = None
+        self, times: TimeModel, runs: ResolvedPlan, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
         """Predict the speed and the loss of a plan.
 

@@ -240,7 +240,7 @@ class Speeds(Closing):
     def seconds(self, what: Product | Small | Attention) -> float:
         """Return the seconds of a product or operation.
 
-        Each is timed at most once, apart from `again`. Raises NativeError.
+        Each is timed at most once, apart from `time_again`. Raises NativeError.
         """
         what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
@@ -256,7 +256,7 @@ class Speeds(Closing):
             self._used[key] = known
         return self._used[key] * scale
 
-    def again(self) -> bool:
+    def time_again(self) -> bool:
         """Time all single-token operations since the last call in further rounds.
 
         Returns whether there were any. Raises NativeError.
@@ -317,7 +317,7 @@ class Speeds(Closing):
         NativeError.
         """
         found = self._costs(model, tiers, layout)
-        return self._costs(model, tiers, layout) if self.again() else found
+        return self._costs(model, tiers, layout) if self.time_again() else found
 
     def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
         """Return the costs with each operation timed once."""

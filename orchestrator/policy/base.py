@@ -87,7 +87,7 @@ class Precisions:
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class PolicyRequirements:
     """The requirements of a policy on the runtime.
 
     asked_in: phases of the steps in which `decide` is called, once per MoE layer. In other steps
@@ -186,7 +186,7 @@ class Placement:
     settings: Any
     rules: Rules
     slots: SlotPlan
-    wants: Wants
+    wants: PolicyRequirements
     losses: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
@@ -253,7 +253,7 @@ class About:
     Settings: type[Settings] = Settings
     reason: str = "has settings of its own"
     precisions: Precisions = Precisions()
-    wants: Wants = Wants()
+    wants: PolicyRequirements = PolicyRequirements()
 
 
 class Policy:
@@ -284,7 +284,7 @@ class Policy:
     Settings: ClassVar[type[Settings]]
     reason: ClassVar[str]
     precisions: ClassVar[Precisions] = Precisions()
-    wants: Wants
+    wants: PolicyRequirements
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Raise TypeError for a policy with an inconsistent declaration.

@@ -47,10 +47,10 @@ from orchestrator.policy.base import (
     Learned,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 _MAGIC = b"moe-edge use 1\n"
 
@@ -147,7 +147,7 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 class ContextSettings(PlacementSettings, Background):
     """Settings of the policy context."""
 
-    hot_experts: int | None = again(Shared, "hot_experts")
+    hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
         "Precisions of the experts that are not hot, such as q4_k,q2_k.",
@@ -168,7 +168,7 @@ class ContextSettings(PlacementSettings, Background):
         "they do not all fit the GPU.",
         choices=(AUTO, DEVICE, HOST),
     )
-    losses: Path | None = again(Shared, "losses")
+    losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
         "Experts move during the answer (async), or before its first token, which waits (wait).",
@@ -359,7 +359,9 @@ class ContextAware(Policy):
         reason="places every expert by the prompt",
         precisions=Precisions(least=2, keeps="several precisions"),
         # One layer of look-ahead predicts the last layer's experts for all prompt tokens.
-        wants=Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True),
+        wants=PolicyRequirements(
+            (Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True
+        ),
     )
     settings: ContextSettings
     placement: ContextPlacement

@@ -30,8 +30,8 @@ from orchestrator.policy.base import (
     History,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
 from orchestrator.settings import setting
 
@@ -271,7 +271,7 @@ class DyMoE(Policy):
         Settings=DyMoESettings,
         reason="decides token by token",
         precisions=Precisions(most=2, lossless={"retention": 1.0}),
-        wants=Wants(EVERY_STEP, importance=True),
+        wants=PolicyRequirements(EVERY_STEP, importance=True),
     )
     settings: DyMoESettings
     placement: DyMoEPlacement

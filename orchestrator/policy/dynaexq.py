@@ -36,12 +36,12 @@ from orchestrator.policy.base import (
     About,
     History,
     Placement,
+    PolicyRequirements,
     Precisions,
     TierOffer,
-    Wants,
 )
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 HIGH, LOW = 0, 1
 # Marks an expert that is moving to another tier.
@@ -174,7 +174,7 @@ class DynaExqSettings(Intervals):
         "How many ranks an expert may fall below the hot set before it is replaced.",
         within=(0, 65535),
     )
-    hot_experts: int | None = again(Shared, "hot_experts")
+    hot_experts: int | None = inherit(Shared, "hot_experts")
 
 
 class _TwoTiers(Precisions):
@@ -298,7 +298,7 @@ class DynaExq(Learning):
         Settings=DynaExqSettings,
         reason="fills the budget with high copies",
         precisions=_TwoTiers(least=2, most=2, keeps="two precisions"),
-        wants=Wants(EVERY_STEP, default_tier=LOW, all_resident=True),
+        wants=PolicyRequirements(EVERY_STEP, default_tier=LOW, all_resident=True),
     )
     settings: DynaExqSettings
     placement: DynaExqPlacement

@@ -40,8 +40,8 @@ from orchestrator.policy.base import (
     Learned,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
 from orchestrator.settings import setting
 
@@ -449,7 +449,7 @@ class FIRMSettings(LookAhead):
             refuse(deepest > most[1], "votes", complaint)
             complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
-            complaint = f"is {self.tune}, and votes says what would be tuned: leave one out"
+            complaint = f"is {self.tune}, and votes sets the tuned values: leave one out"
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
@@ -565,7 +565,7 @@ class FIRM(Policy):
         Settings=FIRMSettings,
         reason="runs one precision",
         precisions=Precisions(most=1),
-        wants=Wants(EVERY_STEP),
+        wants=PolicyRequirements(EVERY_STEP),
     )
     settings: FIRMSettings
     placement: FIRMPlacement

@@ -32,10 +32,10 @@ from orchestrator.policy.base import (
     History,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
-from orchestrator.settings import PRECISION, again, setting
+from orchestrator.settings import PRECISION, inherit, setting
 
 # One way to save reading, by lowering or skipping an expert: (nats per saved byte, expert, tier,
 # nats, instead_of). nats: the cost at a gate weight of 1. instead_of: the tier to which the expert
@@ -288,8 +288,8 @@ class FloorSettings(LookAhead):
         "Read an expert afterwards if it was skipped or lowered twice within a few tokens, so that "
         "it is resident at its next use.",
     )
-    transition_rate: int | None = again(Background, "transition_rate")
-    losses: Path | None = again(Shared, "losses")
+    transition_rate: int | None = inherit(Background, "transition_rate")
+    losses: Path | None = inherit(Shared, "losses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +348,7 @@ class Floor(Policy):
         Settings=FloorSettings,
         reason="decides by the loss that is allowed",
         precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
-        wants=Wants(EVERY_STEP, by_residency=True),
+        wants=PolicyRequirements(EVERY_STEP, by_residency=True),
     )
     settings: FloorSettings
     placement: FloorPlacement

@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.allocation.settings import USUAL_RATE, Background
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Learned, Policy, Wants
+from orchestrator.policy.base import Learned, Policy, PolicyRequirements
 from orchestrator.settings import setting
 
 # Maximum number of exchanges that wait for a slot between two updates; each update makes a new
@@ -46,7 +46,7 @@ class Intervals(Background):
     )
 
 
-def wants_to_learn(wants: Wants, settings: Intervals) -> Wants:
+def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
     """Return wants extended by the requirements of a policy that learns from intervals."""
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)

@@ -32,12 +32,12 @@ from orchestrator.policy.base import (
     About,
     History,
     Placement,
+    PolicyRequirements,
     Precisions,
     TierOffer,
-    Wants,
 )
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
-from orchestrator.settings import again
+from orchestrator.settings import inherit
 
 
 def exchanges(
@@ -130,7 +130,7 @@ LOOK_US = 4000.0
 class MixedSettings(Intervals):
     """Settings of the policy mixed."""
 
-    losses: Path | None = again(Shared, "losses")
+    losses: Path | None = inherit(Shared, "losses")
 
 
 class _AnyTiers(Precisions):
@@ -207,7 +207,7 @@ class Mixed(Learning):
         Settings=MixedSettings,
         reason="fills the budget with the best precisions",
         precisions=_AnyTiers(least=2, keeps="several precisions"),
-        wants=Wants(all_resident=True),
+        wants=PolicyRequirements(all_resident=True),
     )
     settings: MixedSettings
     placement: MixedPlacement

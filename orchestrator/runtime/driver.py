@@ -447,9 +447,9 @@ class Driver(NoopDriver):
         return bool((resident != target).any())
 
     @property
-    def brought(self) -> int:
+    def prefetched(self) -> int:
         """The number of experts that idle reads have brought into memory."""
-        return self._idle.brought
+        return self._idle.prefetched
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
         self.end_idle()

@@ -11,7 +11,7 @@ from typing import cast
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.config import Config
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.events import Phase
 from orchestrator.native import FreeCores, Store, find_device
@@ -45,7 +45,7 @@ class Loaded:
     closed in this order.
     """
 
-    runs: Runs
+    runs: ResolvedPlan
     driver: NoopDriver
     model: Model
     context: LlamaContext
@@ -122,7 +122,7 @@ class Loader:
         """
         return self._model.lookup_text
 
-    def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
+    def load(self, runs: ResolvedPlan, progress: Progress | None = None) -> Loaded:
         """Load a plan.
 
         On a GPU the model is loaded again if a prompt and a token took more memory than planned.
@@ -145,7 +145,7 @@ class Loader:
             loaded.close()
             more += beyond + SPARE_BYTES
             plan = self.planner.plan(same_parts, more)
-            runs = Runs(runs.config, plan, self.planner.loses(plan))
+            runs = ResolvedPlan(runs.config, plan, self.planner.loses(plan))
         return loaded
 
     @cached_property
@@ -166,7 +166,7 @@ class Loader:
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 
-    def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
+    def _load(self, runs: ResolvedPlan, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []

@@ -250,7 +250,9 @@ class PromptFolder:
                 return None
             if not read_state(listed.path):
                 self._unusable.add(listed.path)
-                self._note(f"{listed.path}: no room for this kept conversation: it is read again.")
+                self._note(
+                    f"{listed.path}: no memory for this kept conversation: it is read again."
+                )
                 return None
             os.utime(listed.path)
         except OSError:

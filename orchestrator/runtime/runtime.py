@@ -24,7 +24,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.cost.planner import Runs
+from orchestrator.cost.planner import ResolvedPlan
 from orchestrator.errors import NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native import (
@@ -158,7 +158,7 @@ class Runtime(Closing):
         """Return a config with the needs of the answers."""
         return config if self._answering is None else self._answering.config(config)
 
-    def _load(self, given: Config, runs: Runs, progress: Progress | None) -> None:
+    def _load(self, given: Config, runs: ResolvedPlan, progress: Progress | None) -> None:
         """Load a resolved plan, and start to answer if answers are wanted."""
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)

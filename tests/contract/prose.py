@@ -122,17 +122,7 @@ EXCEPTIONS = (
     Exempt(NAME, "orchestrator/cost/plans.py", "*behind*", "a key of `moe-edge plan --json`"),
     Exempt(NAME, "orchestrator/*", "beside*", "settings of front ends, which recorded plans have"),
     Exempt(NAME, "orchestrator/policy/base.py", "told_in", "a field that recorded plans have"),
-    Exempt(NAME, "orchestrator/runtime/*", "brought", "a counter that tests of idle reads compare"),
-    Exempt(NAME, "orchestrator/lab/study/near_data.py", "alike", "a series that its test reads"),
-    Exempt(NAME, "orchestrator/*", "again", "a declaration and a method that tests call"),
-    Exempt(
-        NAME, "orchestrator/cost/planner.py", "runs", "the resolved plan, which tests construct"
-    ),
-    Exempt(NAME, "orchestrator/policy/base.py", "wants", "the class that policies of users import"),
     Exempt(TEXT, "patches/native/*", "room", "the name of a callback of the ABI"),
-    Exempt(TEXT, "orchestrator/runtime/evaluator.py", "room", "a message that a test quotes"),
-    Exempt(TEXT, "orchestrator/runtime/prompt_copies.py", "room", "a message that tests quote"),
-    Exempt(TEXT, "orchestrator/policy/firm.py", "says what", "a message that a test quotes"),
     Exempt(TEXT, "orchestrator/lab/check/child.py", "lie on", "text that models read in a test"),
 )
 

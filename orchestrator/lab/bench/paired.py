@@ -26,7 +26,7 @@ from orchestrator.lab.bench.options import WORDS, BenchOptions
 from orchestrator.lab.eval.arithmetic import median_interval
 from orchestrator.lab.table import Column, Report, Row, Table, fixed
 from orchestrator.policy import policy_settings
-from orchestrator.settings import FROM_0, again, setting
+from orchestrator.settings import FROM_0, inherit, setting
 
 HERE = Path(__file__).resolve().parents[3]
 UPSTREAM = "upstream"
@@ -103,7 +103,7 @@ class PairedOptions(BenchOptions):
     """
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
-    routing: str = again(BenchOptions, "routing", "zipf")
+    routing: str = inherit(BenchOptions, "routing", "zipf")
     tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"), "Settings of our side.", notation=WORDS
@@ -120,12 +120,12 @@ class PairedOptions(BenchOptions):
     prompt: int = setting(
         0, "Time prompts of this many tokens; 0: time decode steps.", within=FROM_0
     )
-    runs: int = again(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
-    caps: tuple[float, ...] = again(BenchOptions, "caps", option=False)
-    tokens: int = again(BenchOptions, "tokens", option=False)
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
-    retention: float = again(BenchOptions, "retention", option=False)
-    rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
+    runs: int = inherit(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
+    caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
+    tokens: int = inherit(BenchOptions, "tokens", option=False)
+    prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", option=False)
+    retention: float = inherit(BenchOptions, "retention", option=False)
+    rows: tuple[str, ...] = inherit(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
         """Return the settings for the process of a side.

@@ -60,14 +60,14 @@ LEAST = 8
 
 # The quantities P~ and S of section 4.1. Figure 4 shows P; experts are placed by S.
 COUNTS, OWN = "own prompt, P", "own prompt, S"
-RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
+RIGHT, WRONG, EQUAL_USAGE, ORACLE = "others", "other domains", "uniform", "answer"
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 # The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
     COUNTS: "cosine of the answer's usage with the prompt's P",
     OWN: "with the prompt's S",
     RIGHT: "with others",
-    ALIKE: "with uniform usage",
+    EQUAL_USAGE: "with uniform usage",
 }
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -127,7 +127,7 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
         WRONG: wrong,
         blend(RIGHT): blended(right, usual),
         blend(WRONG): blended(wrong, usual),
-        ALIKE: shares(uniform),
+        EQUAL_USAGE: shares(uniform),
         ORACLE: own.answer.astype(np.float64),
     }
 
@@ -278,7 +278,7 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
             asked = sum(float(answer.sum()) for _, answer in mine)
             caught = sum(captured(scores, answer, n_hot) for scores, answer in mine)
             # With equal scores, the hot experts are random.
-            if by == ALIKE:
+            if by == EQUAL_USAGE:
                 caught = asked * n_hot / usages[0].counts.shape[1]
             if asked:
                 mean = float(np.mean([cosine(*each).mean() for each in mine]))

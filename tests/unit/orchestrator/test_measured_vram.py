@@ -7,7 +7,7 @@ from typing import ClassVar
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.cost.planner import Runs
+from orchestrator.cost.planner import ResolvedPlan
 from orchestrator.runtime.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
@@ -38,7 +38,7 @@ class Gpu:
 
 
 def planned(plan):
-    return Runs(Config.build(model="m.gguf"), plan, None)
+    return ResolvedPlan(Config.build(model="m.gguf"), plan, None)
 
 
 def load(gpu, monkeypatch):
