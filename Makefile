@@ -31,7 +31,7 @@ help:
 	@echo 'make wheel            dist/moe_edge-*.whl, whose users need no compiler'
 	@echo 'make test             the same, then run the tests'
 	@echo 'make test-all         the same, then the tests that make test skips'
-	@echo 'make check            ruff, mypy, docs and patches'
+	@echo 'make check            ruff, mypy, the English of code, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
 	@echo 'make docs             write the generated parts of the documents'
 	@echo 'make patches-verify   check the patch series'
@@ -66,6 +66,7 @@ check:
 	@$(TOOL) setup --extras dev $(FLAGS)
 	@$(IN_ENV) -m ruff check .
 	@$(IN_ENV) -m mypy
+	@$(IN_ENV) tests/contract/prose.py
 	@$(TOOL) verify --fetch
 	@$(IN_ENV) -m pytest -q -m 'not rest' tests/contract --ignore tests/contract/test_build.py
 

@@ -1,5 +1,6 @@
-"""Handle Ctrl-C and termination signals. This is the only module that handles SIGINT, SIGTERM and
-SIGHUP.
+"""Handle Ctrl-C and termination signals.
+
+This is the only module that handles SIGINT, SIGTERM and SIGHUP.
 
 Python can run a signal handler between any two instructions of the main thread. An exception that
 the handler raises inside a function called from C cannot propagate: ctypes prints it, and the
@@ -379,8 +380,11 @@ def _install() -> tuple[Any, Any] | None:
 
 
 def _install_ending(number: int) -> bool:
-    """Install the handler of SIGTERM or SIGHUP. Return whether it was installed: a signal that is
-    ignored, or that has a handler, keeps its handling."""
+    """Install the handler of SIGTERM or SIGHUP.
+
+    Return whether it was installed: a signal that is ignored, or that has a handler, keeps its
+    handling.
+    """
     if not _thread.is_main or signal.getsignal(number) is not signal.SIG_DFL:
         return False
     signal.signal(number, _on_ending)
@@ -441,8 +445,10 @@ def _raise_or_wait(frame: FrameType | None) -> None:
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Return whether an exception raised in this frame could not propagate to a caller that catches
-    it: under a C callback, under `__del__`, or during an import."""
+    """Return whether an exception raised in this frame could not reach a caller that catches it.
+
+    This is so under a C callback, under `__del__`, and during an import.
+    """
     while frame is not None:
         code = frame.f_code
         if (

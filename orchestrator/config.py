@@ -23,7 +23,7 @@ from orchestrator.settings import (
     RATE,
     SIZE,
     Settings,
-    again,
+    inherit,
     setting,
 )
 
@@ -378,29 +378,29 @@ class Config(Settings):
         shown="rest of context",
         group=ANSWER,
     )
-    temp: float = again(Sampling, "temp")
-    top_k: int = again(Sampling, "top_k")
-    top_p: float = again(Sampling, "top_p")
-    min_p: float = again(Sampling, "min_p")
-    seed: int | None = again(Sampling, "seed")
-    stop: tuple[str, ...] = again(Sampling, "stop")
-    typical_p: float | None = again(Sampling, "typical_p")
-    top_n_sigma: float | None = again(Sampling, "top_n_sigma")
-    repeat_penalty: float | None = again(Sampling, "repeat_penalty")
-    repeat_last_n: int | None = again(Sampling, "repeat_last_n")
-    presence_penalty: float | None = again(Sampling, "presence_penalty")
-    frequency_penalty: float | None = again(Sampling, "frequency_penalty")
-    dry_multiplier: float | None = again(Sampling, "dry_multiplier")
-    dry_base: float | None = again(Sampling, "dry_base")
-    dry_allowed_length: int | None = again(Sampling, "dry_allowed_length")
-    dry_penalty_last_n: int | None = again(Sampling, "dry_penalty_last_n")
-    xtc_probability: float | None = again(Sampling, "xtc_probability")
-    xtc_threshold: float | None = again(Sampling, "xtc_threshold")
-    mirostat: int | None = again(Sampling, "mirostat")
-    mirostat_tau: float | None = again(Sampling, "mirostat_tau")
-    mirostat_eta: float | None = again(Sampling, "mirostat_eta")
-    dynatemp_range: float | None = again(Sampling, "dynatemp_range")
-    dynatemp_exponent: float | None = again(Sampling, "dynatemp_exponent")
+    temp: float = inherit(Sampling, "temp")
+    top_k: int = inherit(Sampling, "top_k")
+    top_p: float = inherit(Sampling, "top_p")
+    min_p: float = inherit(Sampling, "min_p")
+    seed: int | None = inherit(Sampling, "seed")
+    stop: tuple[str, ...] = inherit(Sampling, "stop")
+    typical_p: float | None = inherit(Sampling, "typical_p")
+    top_n_sigma: float | None = inherit(Sampling, "top_n_sigma")
+    repeat_penalty: float | None = inherit(Sampling, "repeat_penalty")
+    repeat_last_n: int | None = inherit(Sampling, "repeat_last_n")
+    presence_penalty: float | None = inherit(Sampling, "presence_penalty")
+    frequency_penalty: float | None = inherit(Sampling, "frequency_penalty")
+    dry_multiplier: float | None = inherit(Sampling, "dry_multiplier")
+    dry_base: float | None = inherit(Sampling, "dry_base")
+    dry_allowed_length: int | None = inherit(Sampling, "dry_allowed_length")
+    dry_penalty_last_n: int | None = inherit(Sampling, "dry_penalty_last_n")
+    xtc_probability: float | None = inherit(Sampling, "xtc_probability")
+    xtc_threshold: float | None = inherit(Sampling, "xtc_threshold")
+    mirostat: int | None = inherit(Sampling, "mirostat")
+    mirostat_tau: float | None = inherit(Sampling, "mirostat_tau")
+    mirostat_eta: float | None = inherit(Sampling, "mirostat_eta")
+    dynatemp_range: float | None = inherit(Sampling, "dynatemp_range")
+    dynatemp_exponent: float | None = inherit(Sampling, "dynatemp_exponent")
     think: str | None = setting(
         None,
         "Turn the thinking of a reasoning model on or off.",
@@ -546,8 +546,10 @@ class Config(Settings):
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """Return all settings that can change the resolved plan: all except the model, those of
-        answers, and the size of the prompt cache."""
+        """Return all settings that can change the resolved plan.
+
+        They are all except the model, those of answers, and the size of the prompt cache.
+        """
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
         own = {name: getattr(self, name) for name in kept if name not in apart}

@@ -10,8 +10,10 @@ from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return why a step failed: the message of a MoeEdgeError, or the exception that a policy
-    raised."""
+    """Return why a step failed.
+
+    It is the message of a MoeEdgeError, or the exception that a policy raised.
+    """
     if isinstance(error, MoeEdgeError):
         return str(error)
     return f"the policy failed: {type(error).__name__}: {error}"
@@ -86,7 +88,8 @@ class TraceError(MoeEdgeError):
 
 class ResourceError(MoeEdgeError):
     """The operating system refuses a resource, such as a thread, a file descriptor or disk
-    space."""
+    space.
+    """
 
 
 class ClosedError(MoeEdgeError):

@@ -167,7 +167,7 @@ def setting(default: Any, help: str | Callable[[], str], **said: Any) -> Any:
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
-def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
+def inherit(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
     """Return a field that repeats the declaration `name` of another record.
 
     default: replaces the default, if given. changes: replace fields of `Setting`.
@@ -223,8 +223,10 @@ class Settings:
 
     @classmethod
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        """Return a sentence about a setting that has no effect in combination with the others, or
-        None."""
+        """Return a sentence about a setting that has no effect in combination with the others.
+
+        Return None if there is no such setting.
+        """
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -257,8 +259,10 @@ def flag_of(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" or
-    "8388608" to bytes.
+    """Parse a size to bytes.
+
+    Examples are "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" and
+    "8388608".
 
     Raises ConfigError for anything else, for 0 and for 2**60 or more. A number below 1 MiB without
     a unit is refused as well, because it usually means GiB.

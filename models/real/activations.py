@@ -1,5 +1,4 @@
-"""Read the inputs and activations of the FFN of each layer of a dense model from llama.cpp's
-graph."""
+"""Read the inputs and activations of each layer's FFN of a dense model from llama.cpp's graph."""
 
 from __future__ import annotations
 

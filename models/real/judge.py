@@ -1,9 +1,8 @@
 """Compare models with a dense one: `python -m models.real.judge FILE --dense F16.gguf --data DIR`.
 
-Every model reads the same windows on llama.cpp's own path, each window in one step. The results for
-each model are the KL divergence from the dense model in nats per token, the share of tokens with
-the same most likely token, and the perplexity relative to the dense model's. All have 95 %
-intervals over documents.
+Every model reads the same windows on llama.cpp's own path, each window in one step. The
+results are the KL divergence from the dense model in nats per token, the share of tokens with the
+same most likely token, and the relative perplexity. All have 95 % intervals over documents.
 """
 
 from __future__ import annotations
@@ -70,8 +69,10 @@ def compare(
     windows: Sequence[Sequence[int]],
     threads: int | None = None,
 ) -> tuple[Values, list[Tokens]]:
-    """Return the dense model's nll of each token after the first of its window, and the tokens of
-    each other model. Raises NativeError."""
+    """Return the dense model's losses, and the tokens of each other model.
+
+    The losses are the nll of each token after the first of its window. Raises NativeError.
+    """
     threads = compute_threads(threads)
     length = max(map(len, windows))
     base: list[Values] = []

@@ -21,8 +21,8 @@ Ints = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 _ROUNDS = 25
 # Standard deviation of a router's logits over tokens and experts. It is small enough that the
-# weights, which are normalised and multiplied by k, are all close to 1, and large enough that their
-# order in single precision is that of the logits.
+# weights, which are normalised and multiplied by k, are all close to 1. It is large enough that
+# their order in single precision is that of the logits.
 LOGIT_SPREAD = 2.0**-12
 # Ridge of the router's regression, relative to the mean square of an input.
 _RIDGE = 1e-3
@@ -44,8 +44,10 @@ class SplitShape:
     size: int = 128
 
     def shared(self, n_ff: int) -> int:
-        """Return the number of shared neurons. Raises ConfigError if it is not a multiple of
-        `size`."""
+        """Return the number of shared neurons.
+
+        Raises ConfigError if it is not a multiple of `size`.
+        """
         left = n_ff - self.n_expert * self.size
         if left <= 0 or left % self.size:
             raise ConfigError(
@@ -56,8 +58,9 @@ class SplitShape:
 
 
 def balanced_kmeans(points: Floats, n_groups: int, seed: int) -> Ints:
-    """Group points into equal groups. Returns the numbers of the points [n, d] in each group,
-    [n_groups, n / n_groups].
+    """Group points into equal groups.
+
+    Returns the numbers of the points [n, d] in each group, [n_groups, n / n_groups].
 
     Points are compared by cosine. In each round, points choose their group in the order of how much
     they would lose with their second choice. A full group takes no more points.

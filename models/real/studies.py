@@ -54,8 +54,7 @@ class Hitters(Critical):
     """The rows of Figure 3 for prompts, with the cosine schedule, at two retention ratios."""
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the two reference rows of the tables, and the rows of these schedules and
-        ratios."""
+        """Return the two reference rows of the tables, and a row for each schedule and ratio."""
         return [
             replace(case, prefill=True)
             for case in super().cases(on)

@@ -156,8 +156,9 @@ def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
 
 
 def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tuple[Ints, Floats]:
-    """Return (experts [T, k] or -1, factors [T, k]) with the least loss for each slot that is left
-    out.
+    """Return the experts and factors with the least loss for each slot that is left out.
+
+    The experts are [T, k] or -1, the factors [T, k].
 
     The loss of slot e is |o_e - a o_f|^2, which is least at a = o_e o_f / |o_f|^2. Slots choose in
     turns.

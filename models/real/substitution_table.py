@@ -1,5 +1,6 @@
-"""Show results of `models.real.substitution`: `python -m models.real.substitution_table FILE.json..
-[--draw FOLDER]`.
+"""Show results of `models.real.substitution`.
+
+Usage: `python -m models.real.substitution_table FILE.json.. [--draw FOLDER]`.
 
 Prints one table for each file: the KL divergence of each way relative to that of skipping, at the
 same number of experts that are waited for, with 95 % intervals over documents. --draw writes a
@@ -59,8 +60,9 @@ class Results:
         return found
 
     def over_skip(self, choice: Choice) -> Values:
-        """Return the KL divergence of a choice relative to that of skipping at equal reads, for
-        each draw.
+        """Return the KL divergence of a choice relative to that of skipping, for each draw.
+
+        Both are at equal reads.
 
         Skipping is interpolated between its levels and nothing skipped.
         """

@@ -73,8 +73,9 @@ def judged_windows(
     length: int = WINDOW,
     each: int = _WINDOWS_EACH,
 ) -> list[tuple[int, list[int]]]:
-    """Return (number of the document, tokens) of each window, with at most `n_tokens` tokens in
-    all.
+    """Return (number of the document, tokens) of each window.
+
+    All windows have at most `n_tokens` tokens together.
 
     length: maximum tokens of a window. each: maximum windows of a document.
     """

@@ -1,5 +1,6 @@
 """The slot sizes of a model, and the division of a budget into slots: in proportion, evenly over
-layers, or by depth."""
+layers, or by depth.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +86,10 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and the index of the group that holds each (layer, kind, tier). total_bytes does
-    not include host_bytes, the slots in host memory next to a device."""
+    """Slot groups, and the index of the group that holds each (layer, kind, tier).
+
+    total_bytes does not include host_bytes, the slots in host memory next to a device.
+    """
 
     groups: tuple[SlotGroup, ...]
     group_of: dict[tuple[int, int, int], int]
@@ -153,7 +156,8 @@ def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
 
 def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
     """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
-    use half of the slots of tier 0."""
+    use half of the slots of tier 0.
+    """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for layer, of_tiers in enumerate(counts):

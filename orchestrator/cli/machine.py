@@ -12,7 +12,7 @@ from gguf_tools import built
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import Frontier
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
@@ -96,7 +96,7 @@ def examine(
     }, plans
 
 
-def plan_line(runs: Runs) -> str:
+def plan_line(runs: ResolvedPlan) -> str:
     """Return one line about the resolved plan: reason, quality loss, size and place."""
     plan = runs.plan
     how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
@@ -167,8 +167,7 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """Describe the cost of an expert that is missing on the GPU, and the choice of --misses
-    auto."""
+    """Describe the cost of an expert that is missing on the GPU, and --misses auto's choice."""
     if not copies.pinned:
         return "copied to the GPU: host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down

@@ -158,8 +158,10 @@ def _llama_version() -> str:
     help="Show the versions and exit.",
 )
 def cli() -> None:
-    """Run Mixture-of-Experts models that are larger than memory. Experts stay on disk in
-    several precisions and are loaded into RAM within a budget."""
+    """Run Mixture-of-Experts models that are larger than memory.
+
+    Experts stay on disk in several precisions and are loaded into RAM within a budget.
+    """
 
 
 def main() -> None:

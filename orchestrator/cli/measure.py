@@ -68,7 +68,7 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: a benchmark itself, and the group of the other ones."""
+    """`moe-edge bench`: a benchmark itself, and the group of the other benchmarks."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
@@ -327,9 +327,12 @@ def make_table(
 def check(
     tokens: int, all_tiers: bool, no_verify: bool, out: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Test a model: its file, tokenizer and chat template; whether the output equals llama.cpp's
-    own; its memory use at three budgets; and its speed. The report names the file and this
-    machine's processor. The exit status is 0 if all tests pass."""
+    """Test a model, and write a report.
+
+    Tests its file, tokenizer and chat template; whether the output equals llama.cpp's own; its
+    memory use at three budgets; and its speed. The report names the file and this machine's
+    processor. The exit status is 0 if all tests pass.
+    """
     from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render
 
@@ -360,9 +363,11 @@ def check(
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool
 ) -> None:
-    """Test everything that needs a GPU: the tests of a checkout, then benchmarks from small to
-    large. Each step is a process with a time limit. Finished steps are kept: repeat the command to
-    continue after an interruption.
+    """Test everything that needs a GPU.
+
+    First run the tests of a checkout, then benchmarks from small to large. Each step is a process
+    with a time limit. Finished steps are kept: repeat the command to continue after an
+    interruption.
     """
     from orchestrator.lab.gpu_check import run
 

@@ -325,7 +325,8 @@ def make_config(options: dict[str, Any]) -> Config:
 
 def chat_config(options: dict[str, Any]) -> Config:
     """Return the config that `moe-edge chat` would use with these options. Commands that plan or
-    test a model use it too."""
+    test a model use it too.
+    """
     return make_config({"remember": True, **given(options)})
 
 
@@ -373,8 +374,10 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
 
 
 def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
-    """Return the quantization method of the options. has_text: there is a default text. Raises
-    UsageError."""
+    """Return the quantization method of the options.
+
+    has_text: there is a default text. Raises UsageError.
+    """
     from orchestrator.lab.calibrate.methods import Method
 
     has_text = has_text or bool(options.get("calib"))

@@ -165,8 +165,8 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
     with Console().bars() as console:
         known = known_here(PlanRequest(config, Needs(conversations=True)), console.bar)
     best = [asdict(row) | {"runs": known.runs(row)} for row in known.best()]
-    told = asdict(known) | {"best": best}
-    say_result(told, lambda _: render_known(known), as_json)
+    report = asdict(known) | {"best": best}
+    say_result(report, lambda _: render_known(known), as_json)
 
 
 @click.command(cls=Command)

@@ -1,5 +1,7 @@
-"""Predicted duration of `moe-edge calibrate`, from a model's sizes and a short test of the
-processor."""
+"""Predicted duration of `moe-edge calibrate`.
+
+It is computed from a model's sizes and a short test of the processor.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,7 @@ class CalibrationTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
+        """The seconds of all parts."""
         return self.read_s + self.measure_s + self.n_passes * self.pass_s
 
     @classmethod
@@ -90,8 +93,11 @@ def format_duration(seconds: float) -> str:
 
 
 def _dense_weights(model: ExpertModel) -> tuple[int, int, int]:
-    """Return (tokens of the vocabulary, weights of the output product, weights of all other dense
-    matrices)."""
+    """Return the sizes of the dense matrices.
+
+    They are tokens of the vocabulary, weights of the output product, and weights of all other dense
+    matrices.
+    """
     n_vocab = output = dense = 0
     for part in model.parts:
         for name, info in part.tensors.items():

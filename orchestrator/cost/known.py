@@ -88,8 +88,10 @@ class Known:
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """Return one row per model: the best precision that runs well; otherwise the fastest that
-        runs; otherwise the smallest.
+        """Return one row per model.
+
+        It is the best precision that runs well; otherwise the fastest that runs; otherwise the
+        smallest.
 
         Models that run well come first, largest first; then those that run, fastest first; then the
         others, smallest first.
@@ -192,7 +194,7 @@ def _row(
     speeds: Speeds,
 ) -> Row:
     from gguf_tools.experts import ExpertModel
-    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
+    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, skewed, uniform_usage
     from orchestrator.plan.planning import plan
     from orchestrator.plan.records import Refusal
 
@@ -203,15 +205,15 @@ def _row(
         found = plan(request, model, machine)
         if isinstance(found, Refusal):
             return row(runs=NOT, ram_bytes=found.needed_bytes)
-        times = TimeModel(model, disk, speeds, alike(model))
+        times = TimeModel(model, disk, speeds, uniform_usage(model))
         short, other = (
             times.of_plan(found, config),
             times.of_plan(found, config, uses=skewed(model)),
         )
         long = None
         if found.n_ctx >= LONG:
-            behind = times.of_plan(found, config, n_cells=LONG) if found.shared else short
-            long = 1.0 / behind.token_s(LONG)
+            full = times.of_plan(found, config, n_cells=LONG) if found.shared else short
+            long = 1.0 / full.token_s(LONG)
         return row(
             runs=STREAMS if found.absent_bytes else FITS,
             ram_bytes=found.total_bytes,

@@ -88,8 +88,9 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossTable:
-    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers. Candidates are ordered best
-    first.
+    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers.
+
+    Candidates are ordered best first.
 
     loss: the mean over tokens and outputs of (y_b - y)^2, float64 [n_layers, n_expert,
     n_candidates], where y is an expert's output in full precision, not weighted by its gate; NaN
@@ -112,13 +113,17 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates]. An expert
-        without tokens gets the mean over the tokens of its layer."""
+        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates].
+
+        An expert without tokens gets the mean over the tokens of its layer.
+        """
         return self._filled(self.loss)
 
     def _filled(self, values: np.ndarray) -> np.ndarray:
-        """Return values [n_layers, n_expert, n], with the layer's mean for experts without
-        tokens."""
+        """Return values [n_layers, n_expert, n].
+
+        An expert without tokens has the mean of its layer.
+        """
         seen = self.counts[:, :, None] > 0
         total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
         share = (self.counts / total[:, None])[:, :, None]
@@ -127,8 +132,9 @@ class LossTable:
         return filled
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the cost of an expert with a gate weight of 1 for a token against full precision,
-        in nats.
+        """Return the cost of an expert for a token against full precision, in nats.
+
+        The gate weight of the expert is 1.
 
         The result has the named tiers and, last, skipping: float64 [n_layers, n_expert, n_names +
         1], as KlEstimate.nats. None if the table has no fit or lacks one of the tiers.
@@ -143,9 +149,11 @@ class LossTable:
         return costs
 
     def _scales(self, fit: Fit, names: Sequence[str]) -> np.ndarray:
-        """Return the multipliers of the factors for the named tiers and, last, for skipping,
-        float64 [n_names + 1]. A tier that was not fitted uses the scale of the tier with the
-        nearest number of bits."""
+        """Return the multipliers of the factors, float64 [n_names + 1].
+
+        They are for the named tiers and, last, for skipping. A tier that was not fitted uses the
+        scale of the tier with the nearest number of bits.
+        """
         if not fit.scales:
             return np.ones(len(names) + 1)
         bits = {each.name: each.bits for each in self.candidates}
@@ -159,8 +167,10 @@ class LossTable:
         return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return the estimate for the named tiers, best first, against the tier base (default: the
-        first). None if the table has no fit or lacks one of them."""
+        """Return the estimate for the named tiers, best first, against the tier base.
+
+        The default of base is the first. Return None if the table has no fit or lacks one of them.
+        """
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
         if costs is None or self.gates is None or self.fit is None:
@@ -171,8 +181,10 @@ class LossTable:
         return KlEstimate.of_costs(costs, names, base, gates, low / high, routing)
 
     def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names], without NaN;
-        None if one of them was not measured."""
+        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names].
+
+        They have no NaN. Return None if one of the tiers was not measured.
+        """
         known = [each.name for each in self.candidates]
         if not set(names) <= set(known):
             return None
@@ -180,8 +192,9 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the loss per use of an expert with its usual gate weights in the named tiers,
-        float64 [n_layers, n_expert, n_names].
+        """Return the loss per use of an expert, float64 [n_layers, n_expert, n_names].
+
+        The expert has its usual gate weights and is in one of the named tiers.
 
         In nats if the table has a fit, so that layers are comparable; otherwise the plain losses.
         None if one of the tiers was not measured.
@@ -193,8 +206,11 @@ class LossTable:
         return nats
 
     def render(self) -> str:
-        """Return a text table: for each precision, the mean squared error relative to the outputs'
-        mean square, over all tokens and for the best and the worst expert."""
+        """Return a text table.
+
+        It has for each precision the mean squared error relative to the outputs' mean square, over
+        all tokens and for the best and the worst expert.
+        """
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
         tokens = self.counts[seen].astype(np.float64)
@@ -259,8 +275,10 @@ def _numbers(values: Any) -> Any:
 
 
 def load(path: Path, model: ExpertModel | None) -> LossTable:
-    """Read the loss table of a model file, or of any file if model is None. Raises LossTableError
-    if the table is missing, damaged, or belongs to another file."""
+    """Read the loss table of a model file, or of any file if model is None.
+
+    Raises LossTableError if the table is missing, damaged, or belongs to another file.
+    """
     again = f"run {calibrate_command(None if model is None else model.path)}"
     data = _parse(path, again)
     if model is not None and data.get("model") != identity(model):
@@ -411,9 +429,11 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """Return the tier in which each expert starts, as an index among the tiers in use, [n_layers,
-    n_expert]. For policies that keep every expert resident. uses: replaces the usage learned by
-    earlier runs."""
+    """Return the tier in which each expert starts, [n_layers, n_expert].
+
+    It is an index among the tiers in use, for policies that keep every expert resident. uses:
+    replaces the usage learned by earlier runs.
+    """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
     for layer, expert, tier in placement.first(uses):
@@ -422,8 +442,10 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 
 
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
-    """Predict the quality loss of a plan. uses: how often a token uses each expert, [n_layers,
-    n_expert]. estimate: the costs of all tiers of the file, best first, or None.
+    """Predict the quality loss of a plan.
+
+    uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the costs of all tiers
+    of the file, best first, or None.
 
     A policy that decides during decoding lowers the experts with the smallest gates, so the mean
     gate gives an upper bound. A policy with a loss budget is assumed to spend all of it.
@@ -450,8 +472,10 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 
 
 class LossModel:
-    """The losses of one model, from the table that the setting `losses` names, or else from the
-    table next to the model.
+    """The losses of one model.
+
+    They are from the table that the setting `losses` names, or else from the table next to the
+    model.
 
     note: why no table is used, or None.
     """
@@ -462,9 +486,11 @@ class LossModel:
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers], or None if
-        unknown. per_use: as LossTable.per_use. Raises ConfigError if a named table cannot be
-        used."""
+        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers].
+
+        Return None if they are unknown. per_use: as LossTable.per_use. Raises ConfigError if a
+        named table cannot be used.
+        """
         table, why = self._loaded
         self.note = None if why is None else f"Nominal losses are used: {why}: {self._remedy}"
         of = LossTable.per_use if per_use else LossTable.of_tiers
@@ -487,16 +513,21 @@ class LossModel:
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
-        measures them; it is a NoLossTableError if the model has no usable table."""
+        """Return the estimate.
+
+        Raises ConfigError if the losses are unknown, with the command that measures them; it is a
+        NoLossTableError if the model has no usable table.
+        """
         found = self.estimate(tiers)
         if found is None:
             raise no_losses(self.unknown(tiers), self._loaded[0] is None)
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Return why the losses of these tiers are unknown, with the remedy; empty if they are
-        known."""
+        """Return why the losses of these tiers are unknown, with the remedy.
+
+        Return an empty text if they are known.
+        """
         table, why = self._loaded
         if table is None:
             return f"{why}: {self._remedy}"
@@ -508,8 +539,10 @@ class LossModel:
 
     @property
     def _remedy(self) -> str:
-        """The command that makes the table, with an estimate of its duration. Takes some
-        milliseconds to test the processor."""
+        """The command that makes the table, with an estimate of its duration.
+
+        Takes some milliseconds to test the processor.
+        """
         command = calibrate_command(self._model.path)
         seconds = CalibrationTime.of(self._model, self._config).total_s
         return f"run {command} (about {format_duration(seconds)}, once)"
@@ -526,8 +559,10 @@ class LossModel:
         return self.estimate([tier.name for tier in self._model.tiers])
 
     def foreseen(self, plan: Plan, uses: np.ndarray) -> Foreseen:
-        """Predict the quality loss of a plan with its policy's current settings. uses: how often a
-        token uses each expert, [n_layers, n_expert]."""
+        """Predict the quality loss of a plan with its policy's current settings.
+
+        uses: how often a token uses each expert, [n_layers, n_expert].
+        """
         estimate, best = self._of_all, self._model.tiers[0].name
         spends = plan.placement is not None and plan.placement.spends is not None
         if estimate is None and spends and plan.tier_names[0] == best:
@@ -535,8 +570,10 @@ class LossModel:
         return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: Plan) -> Skips | None:
-        """Return the loss budget of a plan's policy; None if it has none. Raises what `needed`
-        raises."""
+        """Return the loss budget of a plan's policy; None if it has none.
+
+        Raises what `needed` raises.
+        """
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:
             return None
@@ -549,8 +586,10 @@ class LossModel:
 
     @cached_property
     def _loaded(self) -> tuple[LossTable | None, str | None]:
-        """The table, or None and the reason without a remedy. Raises ConfigError if a named table
-        cannot be used."""
+        """The table, or None and the reason without a remedy.
+
+        Raises ConfigError if a named table cannot be used.
+        """
         path = self._path
         if self._named is None and not path.exists():
             return None, f"{self._model.path.name} has no loss table"

@@ -1,5 +1,7 @@
-"""The resolved plan of a model on this machine, for chat, serve, check, plan and the status
-line."""
+"""The resolved plan of a model on this machine.
+
+It serves chat, serve, check, plan and the status line.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ from orchestrator.policy.base import History
 _WORTH_SAYING = 1.1
 
 
-class Runs(NamedTuple):
+class ResolvedPlan(NamedTuple):
     """A resolved plan.
 
     request: with the settings of the plan that the allowed loss chose. plan: its memory plan.
@@ -74,7 +76,8 @@ class Planner:
         """request: the front end's needs, and the configuration at start, whose memory cap also
         limits measurements of this machine. disk: bandwidth of the disk for a model that is not
         stored here. Raises ConfigError if the device does not exist, and NativeError without the
-        library."""
+        library.
+        """
         config = request.config
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
@@ -113,10 +116,11 @@ class Planner:
     @cached_property
     def slow_disk(self) -> str | None:
         """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
-        leaves no memory to measure a disk."""
+        leaves no memory to measure a disk.
+        """
         return slow_disk(self._model, self.request.config)
 
-    def runs(self, config: Config) -> Runs:
+    def runs(self, config: Config) -> ResolvedPlan:
         """Return the resolved plan for these settings.
 
         Raises what `plan` and `frontier` raise, and ConfigError for an option that has no effect
@@ -125,9 +129,11 @@ class Planner:
         check_unused(config)
         return self.compared(config)
 
-    def compared(self, config: Config) -> Runs:
-        """Return the resolved plan as runs does, but ignore options that the policy does not
-        use."""
+    def compared(self, config: Config) -> ResolvedPlan:
+        """Return the resolved plan as runs does, but ignore options without effect.
+
+        Such options are not used by the policy.
+        """
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
             self.chosen = found.why
@@ -148,13 +154,15 @@ class Planner:
         converses = self.request.needs.conversations
         return left_open and converses and plan.absent_bytes > 0 and self.gpu is None
 
-    def _faster(self, runs: Runs) -> Runs:
-        """Return the resolved plan of another lossless policy if it is known to be clearly faster;
-        otherwise `runs`. Measures nothing."""
+    def _faster(self, runs: ResolvedPlan) -> ResolvedPlan:
+        """Return the resolved plan of another lossless policy if it is known to be clearly faster.
+
+        Otherwise return `runs`. Measures nothing.
+        """
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
         with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
-            usual, others = self.candidate(times, runs), dict[int, Runs]()
+            usual, others = self.candidate(times, runs), dict[int, ResolvedPlan]()
             found = [usual]
             for asked in settings_of_plans(runs.config, self._model, None):
                 if asked.get("high_tier") == usual.tiers[0] and asked["low_tier"] is None:
@@ -165,9 +173,12 @@ class Planner:
             return others.get(id(faster_lossless(usual, found)), runs)
         return runs
 
-    def _loss_note(self, runs: Runs) -> str | None:
-        """Return a note on the speed-up that the default allowed loss would give to a lossless
-        conversation without a named policy; None if it is small or not known without measuring."""
+    def _loss_note(self, runs: ResolvedPlan) -> str | None:
+        """Return a note on the speed-up of the default allowed loss for a lossless conversation.
+
+        Return None if a policy was named, or if the speed-up is small or not known without
+        measuring.
+        """
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
         if (
@@ -196,32 +207,38 @@ class Planner:
                 )
         return None
 
-    def _laid_out(self, config: Config) -> Runs:
+    def _laid_out(self, config: Config) -> ResolvedPlan:
         found = self._plan(config)
-        return Runs(self._asked(config), found, self.loses(found))
+        return ResolvedPlan(self._asked(config), found, self.loses(found))
 
     def _asked(self, config: Config) -> PlanRequest:
         """Return the front end's request with these settings."""
         return replace(self.request, config=config)
 
-    def _possible(self, config: Config) -> Runs | None:
-        """Return the resolved plan for these settings; None if they do not fit the memory or the
-        model."""
+    def _possible(self, config: Config) -> ResolvedPlan | None:
+        """Return the resolved plan for these settings.
+
+        Return None if they do not fit the memory or the model.
+        """
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
             if isinstance(found, Plan):
-                return Runs(self._asked(config), found, self.loses(found))
+                return ResolvedPlan(self._asked(config), found, self.loses(found))
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
-        """Return the memory plan for these settings. Raises what orchestrator.plan.planning.plan
-        raises, and BudgetError for a refusal."""
+        """Return the memory plan for these settings.
+
+        Raises what orchestrator.plan.planning.plan raises, and BudgetError for a refusal.
+        """
         with self._probe:
             return self._plan(config, more_scratch)
 
     def least(self, config: Config) -> int:
-        """Return the smallest cap in bytes (--ram, or --vram of a GPU) that works with these
-        settings. Raises BudgetError if none does."""
+        """Return the smallest cap in bytes that works with these settings.
+
+        The cap is --ram, or --vram of a GPU. Raises BudgetError if none works.
+        """
         with self._probe:
             request, model = self._asked(config), self._model
             found = least(self._counted(request), model, self.machine, self.history)
@@ -239,9 +256,11 @@ class Planner:
         return plan(self._counted(request), *asked)
 
     def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
-        """Return the request with memory counted by llama.cpp. whether_all_fits: count only the
-        sizes needed to decide whether everything fits. With a GPU, memory is estimated, and
-        measured when the model is loaded."""
+        """Return the request with memory counted by llama.cpp.
+
+        whether_all_fits: count only the sizes needed to decide whether everything fits. With a GPU,
+        memory is estimated, and measured when the model is loaded.
+        """
         if self.gpu:
             return request
         few, every = sizes_to_count(request, self._model)
@@ -249,8 +268,10 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: Plan) -> Foreseen:
-        """Predict the quality loss of a plan. If every expert is resident, it is the loss at the
-        start."""
+        """Predict the quality loss of a plan.
+
+        If every expert is resident, it is the loss at the start.
+        """
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
@@ -298,8 +319,10 @@ class Planner:
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """Return how much of the allowed loss each tier of the file leaves, in nats. If the table
-        lacks a tier, only the best tier leaves any."""
+        """Return how much of the allowed loss each tier of the file leaves, in nats.
+
+        If the table lacks a tier, only the best tier leaves any.
+        """
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
         if estimate is None:
@@ -307,17 +330,19 @@ class Planner:
         return [allowed - estimate.of_uses(self._uses, np.full(size, tier)) for tier in range(n)]
 
     def candidate(
-        self, times: TimeModel, runs: Runs, asked: Mapping[str, Any] | None = None
+        self, times: TimeModel, runs: ResolvedPlan, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """Predict the speed and the loss of a plan. asked: the settings that select it. Raises
-        NativeError."""
+        """Predict the speed and the loss of a plan.
+
+        asked: the settings that select it. Raises NativeError.
+        """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
-        behind = {}
+        token_ms = {}
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
             # Without shared memory, slots do not depend on the context in use.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
-            behind[str(n)] = 1e3 * time.token_s(n)
+            token_ms[str(n)] = 1e3 * time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
             few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
@@ -335,7 +360,7 @@ class Planner:
             read_bytes=short.read_bytes,
             kl=runs.loses.kl,
             kl_at_most=runs.loses.at_most,
-            token_ms_behind=behind,
+            token_ms_behind=token_ms,
             token_ms_skewed=other,
         )
 
@@ -373,8 +398,10 @@ class KnownHistory(History):
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
-        measures them."""
+        """Return the estimate.
+
+        Raises ConfigError if the losses are unknown, with the command that measures them.
+        """
         return self._losses.needed(tiers)
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:

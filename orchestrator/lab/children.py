@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 
 def run_child(
     module: str,
-    told: Any,
+    job: Any,
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
@@ -46,7 +46,7 @@ def run_child(
             errors="replace",
             preexec_fn=enter,
         ) as process:
-            out, err = _answered(process, json.dumps(asdict(told)), seconds)
+            out, err = _answered(process, json.dumps(asdict(job)), seconds)
     except subprocess.TimeoutExpired:
         return {"error": f"the process exceeded its time limit of {seconds:.0f} s"}
     status = process.returncode
@@ -162,7 +162,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 
 
 def forget_files(paths: Iterable[Path]) -> str:
-    """Evict files from the page cache. Returns "" or a sentence about what failed."""
+    """Evict files from the page cache. Returns "" or a sentence about the failure."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())

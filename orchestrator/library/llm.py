@@ -172,7 +172,8 @@ class LLM(Closing):
     @property
     def stats(self) -> GenerationStats | None:
         """Measurements of the latest answer that ended: speed, hits, bytes read and the estimated
-        quality loss. None before the first one."""
+        quality loss. None before the first one.
+        """
         return self._stats
 
     # Answers.
@@ -401,7 +402,8 @@ class LLM(Closing):
 
     def _fields(self, route: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a request for the options of a call, with those of the model as
-        defaults. Raises ConfigError for unknown ones."""
+        defaults. Raises ConfigError for unknown ones.
+        """
         sampling = Sampling.declared()
         known = {*sampling, "max_tokens", "think", *request_schema(route)["properties"]}
         for name in options:
@@ -428,7 +430,8 @@ class LLM(Closing):
 
 class _Parts(Iterator[dict[str, Any]]):
     """The events of an answer as the server sends them, or its only part. Call `close` at the
-    end."""
+    end.
+    """
 
     def __init__(
         self,
@@ -473,7 +476,8 @@ class _Parts(Iterator[dict[str, Any]]):
 
     def _begin_to_close(self) -> bool:
         """Cancel the answer. Returns False if it is closed already, or belongs to the parent of
-        this fork."""
+        this fork.
+        """
         if self._is_closed or os.getpid() != self._llm._pid:
             return False
         self._is_closed = True
@@ -514,7 +518,8 @@ def _opened(
     note: Callable[[str], None],
 ) -> Runtime:
     """Find, plan and load a model, on the worker's thread. given: settings. Raises MoeEdgeError and
-    OSError."""
+    OSError.
+    """
     path = find_model(os.fspath(model), note, bars.download)
     config = config_of(path, given)
     if not _first_process:
@@ -525,7 +530,8 @@ def _opened(
 
 def _check_process(ram: str | int | None) -> None:
     """Raise ClosedError in a fork of a process that has opened a model, whose compute threads do
-    not exist here, and ConfigError for a second model without a limit of its own."""
+    not exist here, and ConfigError for a second model without a limit of its own.
+    """
     if _first_process and _first_process[0] != os.getpid():
         raise ClosedError(
             f"this process is a fork of process {_first_process[0]}, which has opened a model: "

@@ -117,7 +117,8 @@ def replay(
 
 def _replayed(details: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of replays of one trace: each policy once, then what they are compared
-    with."""
+    with.
+    """
     last = details[-1]
     tokens = last["decode_tokens"]
     runs = {name: run for each in details for name, run in reversed(each["runs"].items())}

@@ -51,7 +51,8 @@ def config_of(model: Path, given: Mapping[str, Any]) -> Config:
 
 def parsed(given: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
     """Return settings with texts read as on the command line if they are sizes or lists, with
-    lists as tuples, and with paths. Unknown names are left as they are. Raises ConfigError."""
+    lists as tuples, and with paths. Unknown names are left as they are. Raises ConfigError.
+    """
     found = dict(given)
     for name, value in given.items():
         known = declared.get(name)

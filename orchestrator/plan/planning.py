@@ -37,8 +37,8 @@ from orchestrator.policy.base import UNKNOWN, History, Placement, TierOffer, pla
 from orchestrator.settings import Settings, flag_of
 
 # The share of the memory left after the dense weights that the KV cache may take. The expert cache
-# hits about as often with the other fifteen sixteenths, and a step reads the KV cache only as far
-# as it is filled.
+# hits about as often with the other fifteen sixteenths, and a step reads only the filled part of
+# the KV cache.
 SHARE = 1 / 16
 
 # How often an answer reads an expert without a slot, per token of its prompt and relative to the
@@ -61,8 +61,9 @@ _MOST_TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A limit that is too small for the policy's slots, before the smallest sufficient limit is
-    known.
+    """A limit that is too small for the policy's slots.
+
+    The smallest sufficient limit is not known yet.
 
     may_divide: a plan without shared memory may still fit.
     """
@@ -98,7 +99,8 @@ def least(
 
 def plan_memory(request: PlanRequest, model: ExpertModel, machine: Machine) -> Plan:
     """Plan without history. Raises BudgetError for a refusal, with the smallest limit that
-    works."""
+    works.
+    """
     return planned(plan(request, model, machine))
 
 
@@ -111,14 +113,16 @@ def planned(found: Plan | Refusal) -> Plan:
 
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """Return the memory that a model takes in addition to weights and KV cache, with a policy that
-    looks ahead."""
+    looks ahead.
+    """
     request = PlanRequest(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
     """Return the model's training context, multiplied by the number of sequences that share the KV
-    cache; 0 if the file does not state it."""
+    cache; 0 if the file does not state it.
+    """
     return model.hparams.context_length * (1 + request.needs.sequences)
 
 
@@ -135,15 +139,19 @@ def micro_batches(config: Config, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the shortest and the longest context with micro-batches of n_tokens, up to `most`
-    tokens."""
+    """Return the shortest and the longest context with micro-batches of n_tokens.
+
+    The longest is at most `most` tokens.
+    """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which llama.cpp is asked to count its memory: first those that decide
-    whether everything fits, then all sizes."""
+    """Return the sizes for which llama.cpp is asked to count its memory.
+
+    First those that decide whether everything fits, then all sizes.
+    """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(config.ubatch or SIZES[0], usual)
@@ -157,7 +165,8 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
 
 class Choice(NamedTuple):
     """A policy and the tiers of the file that it works with, best first. skip: experts may also be
-    skipped."""
+    skipped.
+    """
 
     policy: type[Policy]
     tiers: tuple[FileTier, ...]
@@ -171,7 +180,8 @@ def rules_of(config: Config, choice: Choice) -> Rules:
 
 def settings_of(config: Config, choice: Choice) -> Settings:
     """Return the settings of the chosen policy. With --exact, raises ConfigError for settings with
-    which the policy would not be lossless."""
+    which the policy would not be lossless.
+    """
     settings = config.settings_of(choice.policy)
     if not config.exact:
         return settings
@@ -187,7 +197,8 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
     """Whether llama.cpp's own path could satisfy the options, given enough memory. Raises
-    ConfigError for --policy plain with options that it cannot satisfy."""
+    ConfigError for --policy plain with options that it cannot satisfy.
+    """
     best = config.high_tier is None or model.tier_index(config.high_tier) == 0
     if config.policy == PLAIN:
         if not best or config.force_managed or config.expert_ram:
@@ -288,8 +299,11 @@ class _Layout:
         return found
 
     def least(self, needed_bytes: int = 1) -> Plan | Refusal:
-        """Return the plan under the smallest limit that works, or a refusal if a few corrections of
-        the bound do not find it. needed_bytes: a lower bound of that limit."""
+        """Return the plan under the smallest limit that works.
+
+        Return a refusal if a few corrections of the bound do not find it. needed_bytes: a lower
+        bound of that limit.
+        """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
         without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
@@ -324,13 +338,13 @@ class _Layout:
         found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
-        compute, beside = compute + request.more_scratch, 0
+        compute, extra = compute + request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             # Copies of the routers in half precision, for predictions of the next layers.
             routers = (model.n_layers - 1) * model.n_expert
-            beside = 2 * routers * model.hparams.embedding_length
+            extra = 2 * routers * model.hparams.embedding_length
         if device is None:
-            beside += footprint.process_bytes(model, request)
+            extra += footprint.process_bytes(model, request)
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
@@ -345,7 +359,7 @@ class _Layout:
             cap_bytes=_cap(device or self.machine, self._asked),
             dense_bytes=model.dense_bytes - (model.lookup_bytes if managed else 0),
             kv_bytes=kv,
-            scratch_bytes=compute + beside,
+            scratch_bytes=compute + extra,
             compute_bytes=compute,
             device=device,
             tiers=(FileTier(0),),
@@ -354,8 +368,9 @@ class _Layout:
         )
 
     def shared(self, usual: Plan) -> Plan | Refusal | None:
-        """Return a plan in which the KV cache and scratch take memory from the slots as they grow;
-        None if memory is divided once.
+        """Return a plan in which the KV cache and scratch take memory from the slots as they grow.
+
+        Return None if memory is divided once.
 
         usual: the plan with the default context. Returns a refusal that names the longest context
         if the requested one is too long.
@@ -402,7 +417,7 @@ class _Layout:
         """Return a plan with fixed parts.
 
         It has the requested context and prompt cache. If they were not requested, it uses sizes
-        that cost little, or smaller ones if the policy's slots do not fit beside them. The
+        that cost little, or smaller ones if the policy's slots do not fit otherwise. The
         micro-batch size is the one with which the tokens of a prompt and its answer read the fewest
         bytes; if no expert is absent, it is the smallest.
         """
@@ -419,8 +434,10 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the slots of a plan, a context of up to `most` tokens, scratch and prompt
-        copies share memory."""
+        """Return how the parts of a plan share memory.
+
+        The parts are its slots, a context of up to `most` tokens, scratch and prompt copies.
+        """
         config, placement = self.config, plan.placement
         assert placement is not None
         fewest = place(
@@ -451,8 +468,9 @@ class _Layout:
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[Plan], int], n_tokens: int, most: int) -> Line:
-        """Return one part of a plan's memory as a line: bytes for an empty context, and bytes per
-        cell.
+        """Return one part of a plan's memory as a line.
+
+        The line is bytes for an empty context, and bytes per cell.
 
         The part is a maximum of sums that grow linearly with the context, so it is never above the
         line from the shortest to the longest context.
@@ -465,7 +483,7 @@ class _Layout:
     def _longer(self, least: Plan) -> Plan:
         """Return the plan with the context that is used if none was requested.
 
-        If everything fits beside the minimum context, it still fits beside this one. A conversation
+        If everything fits with the minimum context, it still fits with this one. A conversation
         gets the longest such context, because it takes no memory until it is used.
         """
         left = least.cap_bytes - least.fixed_bytes
@@ -503,8 +521,11 @@ class _Layout:
         return max(0, min(room.kv_bytes + marks, most))
 
     def try_in(self, *rooms: tuple[Plan, int]) -> Plan | Refusal:
-        """Return the plan with the first of these (plan without slots, prompt cache size) pairs
-        that is large enough; the last refusal if none is."""
+        """Return the plan with the first large enough of these pairs.
+
+        A pair is (plan without slots, prompt cache size). Return the last refusal if none is large
+        enough.
+        """
         for each in rooms:
             found = self.plan_in(*each)
             if isinstance(found, Plan):
@@ -512,8 +533,10 @@ class _Layout:
         return found
 
     def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
-        """Complete a plan without slots: on llama.cpp's own path if that fits or is requested,
-        otherwise with an expert store."""
+        """Complete a plan without slots.
+
+        It uses llama.cpp's own path if that fits or is requested, otherwise an expert store.
+        """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
@@ -562,8 +585,11 @@ class _Layout:
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
     def _host_bytes(self, room: Plan, placement: Placement) -> int | Refusal:
-        """Return the size of the expert cache in host memory with a device: the memory left over,
-        up to the size of all experts. Returns a refusal if not even reads in flight fit."""
+        """Return the size of the expert cache in host memory with a device.
+
+        It is the memory left over, up to the size of all experts. Return a refusal if not even
+        reads in flight fit.
+        """
         config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
@@ -601,8 +627,10 @@ class _Layout:
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: Plan, placement: Placement) -> Refusal:
-        """Return the refusal of a budget below the policy's minimum. placement: the placement with
-        the fewest slots."""
+        """Return the refusal of a budget below the policy's minimum.
+
+        placement: the placement with the fewest slots.
+        """
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
@@ -619,8 +647,10 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest limit that works and its context, or
-        --cache-ram if the model fits without it."""
+        """Return the refusal that names the smallest limit that works and its context.
+
+        If the model fits without --cache-ram, the refusal names that option instead.
+        """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):
             return plan

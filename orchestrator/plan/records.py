@@ -79,7 +79,8 @@ class Counted:
     @classmethod
     def of(cls, sizes: Iterable[Size], count: Callable[[int, int], Size | None]) -> Counted:
         """Count several sizes. count: returns the bytes of KV cache and scratch for a context
-        length and a micro-batch size, or None if llama.cpp cannot count them."""
+        length and a micro-batch size, or None if llama.cpp cannot count them.
+        """
         found: dict[int, list[tuple[int, int, int]]] = {}
         for n_ctx, n_tokens in sorted({(pad(n_ctx, CELL_STEP), n) for n_ctx, n in sizes}):
             counted = count(n_ctx, n_tokens)
@@ -89,7 +90,8 @@ class Counted:
 
     def at(self, n_ctx: int, n_tokens: int) -> Size | None:
         """Return the bytes of KV cache and scratch; None if nothing was counted for this
-        micro-batch size."""
+        micro-batch size.
+        """
         points, n_ctx = self.by_tokens.get(n_tokens, ()), pad(n_ctx, CELL_STEP)
         if len(points) < 2:
             return points[0][1:] if points else None
@@ -144,7 +146,8 @@ class PlanRequest:
 
 def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> int:
     """Return the longest context, in whole steps of tokens and up to `most`, that is not too long;
-    0 if there is none. too_long must be monotonic in the length."""
+    0 if there is none. too_long must be monotonic in the length.
+    """
     steps = range(1, -(-most // step) + 1)
     fitting = bisect_right(steps, False, key=lambda n: too_long(min(most, n * step)))
     return min(most, fitting * step)
@@ -199,7 +202,8 @@ class SharedMemory:
 
     def longest(self, most: int) -> int:
         """Return the longest context up to `most` tokens at whose end the policy still has its
-        minimum slots; 0 if there is none."""
+        minimum slots; 0 if there is none.
+        """
         at_once, least = min(self.scratch), self.least_slots
         return longest_context(most, self.cell_step, lambda n: self.slots(n, at_once) < least)
 
@@ -293,7 +297,8 @@ class Plan:
     @property
     def versions(self) -> list[str]:
         """Names of the tiers in which an expert may be computed, best first, followed by "skip" if
-        experts may be skipped."""
+        experts may be skipped.
+        """
         return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
 
     @property
@@ -316,7 +321,8 @@ class Plan:
     @property
     def absent_bytes(self) -> int:
         """The size of all experts in the best tier in use minus the size of the slots; 0 if every
-        expert is resident."""
+        expert is resident.
+        """
         placement = self.placement
         if placement is None or placement.wants.all_resident:
             return 0
@@ -324,7 +330,8 @@ class Plan:
 
     def micro_batch(self, n_cells: int, n_tokens: int) -> int:
         """Return how many of the next n_tokens of a prompt to compute at once after n_cells of
-        context."""
+        context.
+        """
         return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
 
     def slots_after(self, n_cells: int) -> SlotPlan | None:

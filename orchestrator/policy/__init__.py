@@ -62,7 +62,8 @@ def known_policies() -> tuple[str, ...]:
 
 def policy_settings() -> Mapping[str, Setting]:
     """Return every setting of every policy, by name. Policies that have the same setting share its
-    declaration."""
+    declaration.
+    """
     return settings_of(POLICIES.values())
 
 

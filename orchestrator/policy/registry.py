@@ -137,7 +137,8 @@ class Policies(MutableMapping[str, type[Policy]]):
 
     def named(self, given: str | type[Policy]) -> str:
         """Return the name of a policy that is given by its name, as `module:Class`, or as a class.
-        The latter two are added. Raises PolicyError."""
+        The latter two are added. Raises PolicyError.
+        """
         if not isinstance(given, str):
             return self.add(given)
         module, colon, kind = given.partition(":")
@@ -184,7 +185,8 @@ def reference(policy: type[Policy]) -> str:
 
 def settings_of(policies: Iterable[type[Policy]]) -> dict[str, Setting]:
     """Return every setting of the policies, by name. Policies that have the same setting share its
-    declaration; raises TypeError if they do not."""
+    declaration; raises TypeError if they do not.
+    """
     found: dict[str, Setting] = {}
     for policy in policies:
         for name, declared in policy.Settings.declared().items():

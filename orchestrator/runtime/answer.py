@@ -1,4 +1,4 @@
-"""One answer of the runtime: what has come of it, how to end it, and what it cost."""
+"""One answer of the runtime: its parts so far, its cost, and how to end it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
 class Pace:
-    """Decides when a reader of an answer should look for more, so that fast tokens are read
-    together."""
+    """Decides when a reader of an answer should look for more.
+
+    It waits long enough that fast tokens are read together.
+    """
 
     def __init__(self, now_s: Callable[[], float] = monotonic) -> None:
         """now_s: the clock."""
@@ -73,12 +75,14 @@ class Answer:
         changed: Callable[[], str],
         too_long: str,
     ) -> None:
-        """answer: runs the request to its end on the answer's thread. Its arguments are the answer
-        and a file descriptor, to which it writes when something has come. costs: returns the costs
-        until now. failure: returns why the last step failed. tokens_done: returns the computed
-        tokens of the running step. stop_of: returns, after the end, the cause of it ("end", "word"
-        or "limit") and whether the context was full. changed: returns a sentence if a model file
-        was written to, else "". too_long: ends the sentence about a prompt that does not fit.
+        """answer: runs the request to its end on the answer's thread.
+
+        Its arguments are the answer and a file descriptor, to which it writes when something has
+        come. costs: returns the costs until now. failure: returns why the last step failed.
+        tokens_done: returns the computed tokens of the running step. stop_of: returns, after the
+        end, the cause of it ("end", "word" or "limit") and whether the context was full. changed:
+        returns a sentence if a model file was written to, else "". too_long: ends the sentence
+        about a prompt that does not fit.
 
         Raises OSError if no file descriptors or threads are left; the request is closed then.
         """
@@ -152,7 +156,7 @@ class Answer:
         return self._from
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what has come since the last call, and whether that was all.
+        """Return the parts since the last call, and whether the answer is complete.
 
         A stream comes as whole events; any other answer comes as one part.
         """
@@ -260,7 +264,7 @@ class Answer:
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return what an answer cost that was read to its end or cancelled.
 
-        mode and policy: what runs, and what the policy reports of itself.
+        mode and policy: the status line, and the policy's report.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]

@@ -56,7 +56,8 @@ class Answering:
 
     def request(self, config: Config) -> PlanRequest:
         """Return the request for a model's plan, with a context for all answers and the memory that
-        they need."""
+        they need.
+        """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)
         needs = Needs(

@@ -34,8 +34,8 @@ class Inside:
     """The parts of a loaded model, for programs that measure or replace them.
 
     Valid until the model is loaded again. driver, store and policy are there only if the experts
-    live in the store: each raises ConfigError otherwise. losses: what lower precisions cost, as far
-    as the model's loss table says.
+    live in the store: each raises ConfigError otherwise. losses: the cost of lower precisions, if
+    the model has a loss table.
     """
 
     loaded: Loaded
@@ -142,7 +142,7 @@ class Evaluator:
     def eval_each(
         self, tokens: Sequence[int], pos: int, phase: Phase | None = None
     ) -> Iterator[np.ndarray]:
-        """As eval, but yield the logits of every token: float32 [n, n_vocab] for each step.
+        """Evaluate tokens as eval does, but yield the logits of every token.
 
         Each array is a view that is valid until the next one. The model has to be loaded with
         `Config.logits_all`, or with `Needs.scored` for steps of at most so many tokens; otherwise
@@ -182,8 +182,8 @@ class Evaluator:
     def fork(self, sequence: int) -> None:
         """Let a sequence of decode_batch continue from the tokens of the evaluator's own sequence.
 
-        It drops what it held before; the tokens are shared, not copied. Raises ConfigError for a
-        sequence that the model was not loaded with.
+        Its own tokens are dropped before; the new ones are shared, not copied. Raises ConfigError
+        for a sequence that the model was not loaded with.
         """
         self._steps.fork(sequence)
 

@@ -1,4 +1,4 @@
-"""Describes a loaded model: its status line, its memory, and what its store did."""
+"""Describes a loaded model: its status line, its memory, and its store's statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.runtime.load import Loaded, Loader
 from orchestrator.runtime.loss_meter import LossMeter
 
 
-def mode_line(loader: Loader, loaded: Loaded) -> str:
+def status_line(loader: Loader, loaded: Loaded) -> str:
     """Return the status line: path, policy, slots, how misses are served, micro-batch, context."""
     plan, driver, request = loaded.plan, loaded.driver, loaded.runs.request
     most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
@@ -49,8 +49,10 @@ def mode_line(loader: Loader, loaded: Loaded) -> str:
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
-    """Return how much of the context is used, estimated from the memory of its KV cells. Empty if
-    it is none or not known."""
+    """Return how much of the context is used, estimated from the memory of its KV cells.
+
+    Empty if it is none or not known.
+    """
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
         return f"{n} in use" if n else ""
@@ -128,9 +130,11 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """store: None on llama.cpp's own path, which has nothing to count. tiers: names of the
-        tiers in use, best first. skip: whether experts may be skipped. losses: None if the loss of
-        lower tiers is not known."""
+        """store: None on llama.cpp's own path, which has nothing to count.
+
+        tiers: names of the tiers in use, best first. skip: whether experts may be skipped. losses:
+        None if the loss of lower tiers is not known.
+        """
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None

@@ -24,7 +24,7 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.cost.planner import Runs
+from orchestrator.cost.planner import ResolvedPlan
 from orchestrator.errors import MoeEdgeError, NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native import (
@@ -45,7 +45,7 @@ from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts,
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
-from orchestrator.runtime.report import StoreCosts, memory_now, mode_line
+from orchestrator.runtime.report import StoreCosts, memory_now, status_line
 from orchestrator.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -137,7 +137,7 @@ class Runtime(Closing):
     ) -> None:
         self._answering, self._say, self._needs = answering, say, request.needs
         self._compared = compared
-        # Who may compute: answers, or one evaluator.
+        # The users that may compute: answers, or one evaluator.
         self._turns = threading.Condition()
         self._running: list[Answer] = []
         self._requests = set[NativeRequest]()  # of answers that have not ended
@@ -191,7 +191,7 @@ class Runtime(Closing):
             return PlanRequest(config, self._needs)
         return self._answering.request(config)
 
-    def _load(self, given: Config, runs: Runs, progress: Progress | None) -> None:
+    def _load(self, given: Config, runs: ResolvedPlan, progress: Progress | None) -> None:
         """Load a resolved plan, and start to answer if answers are wanted."""
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
@@ -311,7 +311,7 @@ class Runtime(Closing):
     @property
     def mode(self) -> str:
         """The status line: which path or policy runs, and how."""
-        return mode_line(self._loader, self._loaded)
+        return status_line(self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:
@@ -333,9 +333,9 @@ class Runtime(Closing):
     ) -> Answer:
         """Start to answer a request in the form of llama.cpp's server.
 
-        route: whose form it has. sequences: those into which its prompts are read. settings: of the
-        policy, until another request brings others; None for the usual ones. forget: sequences that
-        drop what they hold before it begins, for want of room.
+        route: the path whose form the body has. sequences: those into which its prompts are read.
+        settings: of the policy, until another request brings others; None for the usual ones.
+        forget: sequences that drop their tokens before it begins, because memory is short.
 
         Raises NativeError for a route that does not exist and without memory, and OSError if no
         threads or file descriptors are left.
@@ -464,8 +464,10 @@ class Runtime(Closing):
         return until_now
 
     def _failure(self) -> str | None:
-        """Return why the last step failed, in a sentence; None if nothing says why. A changed file
-        comes first, because what the store reads of it looks like damage."""
+        """Return why the last step failed, in a sentence; None if nothing says why.
+
+        A changed file comes first, because what the store reads of it looks like damage.
+        """
         if fault := self.fault():
             return fault
         driver = self._loaded.driver
@@ -590,8 +592,11 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return why answers are wrong from now on, because a model file was written to; "" if they
-        are right. `say` gets a sentence about each change once."""
+        """Return why answers are wrong from now on.
+
+        The reason is that a model file was written to. Return an empty text if answers are right.
+        `say` gets a sentence about each change once.
+        """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
             self._said = sentence

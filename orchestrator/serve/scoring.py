@@ -123,8 +123,10 @@ async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
 
 
 def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
-    """Return (request, its prompts). Can take seconds for long texts. Raises Refusal for prompts
-    that cannot be scored."""
+    """Return (request, its prompts).
+
+    Can take seconds for long texts. Raises Refusal for prompts that cannot be scored.
+    """
     data = json.loads(body)
     model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
     prompts = [read_prompt(model, asked, room) for asked in _asked(data.get("prompt"))]
@@ -145,8 +147,10 @@ def _scored(
     n_generated: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like
-    _logits."""
+    """Return ((scores, text) of each prompt, costs of all).
+
+    Runs on a thread. Raises like _logits.
+    """
     found = []
     with served.runtime.evaluator() as evaluator:
         began_s = monotonic()
@@ -217,8 +221,10 @@ def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: i
 def _written(
     name: str, model: Model, found: Sequence[tuple[Scores, Text]], timings: dict[str, Any]
 ) -> Iterator[bytes]:
-    """Yield the answer in the format of OpenAI's completions, piece by piece. As one text it would
-    take many times the memory of the scores."""
+    """Yield the answer in the format of OpenAI's completions, piece by piece.
+
+    As one text it would take many times the memory of the scores.
+    """
     n_prompt, n_generated = timings["prompt_n"], timings["predicted_n"]
     head = {
         "id": f"cmpl-{uuid4().hex}",

@@ -120,7 +120,7 @@ def numbers_in(cell):
 
 
 def test_every_claim_has_a_number_a_machine_a_date_a_command_and_a_verdict():
-    """Each section of EXPERIMENTS.md is one table of claims, or a list of what was given up."""
+    """Each section of EXPERIMENTS.md is one table of claims, or a list of dropped work."""
     _, *sections = re.split(r"^## ", text_of("EXPERIMENTS.md"), flags=re.MULTILINE)
     claims = 0
     for section in sections:

@@ -6,9 +6,10 @@ The fields are upstream's declarations (`server-schema.cpp`) and those of the pu
 (`/openapi.json`), each with values of its declared type, at its bounds, and of other types. Some
 clients disconnect early, and some never read.
 
-A finding is: the process ends, a status of 500, a higher status without a message in an error
-object, a traceback in the log, memory above the limit, a sequence that is not free at the end, or
-an end that takes longer than two seconds. Exits with 1 if there was a finding.
+Findings about the process are its end, a traceback in its log, and memory above the limit. At the
+end of the run, findings are a sequence that is not free, and an exit that takes longer than two
+seconds. Findings about an answer are a status of 500, and a higher status without a message in an
+error object. Exits with 1 if there was a finding.
 """
 
 import argparse

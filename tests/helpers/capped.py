@@ -49,7 +49,7 @@ FACTS = {"type": "object", "properties": {"name": {"type": "string"}, "years": Y
 FORM = {"name": "facts", "schema": FACTS | {"required": ["name", "years"]}}
 # Maximum number of tokens that a chat template and the beginning of a text add.
 TEMPLATE_TOKENS = 64
-# A limit that is large enough for a command to report what it needs.
+# A limit that is large enough for a command to report its minimum.
 AMPLE = 1 << 30
 # A command reads what is left in its cgroup, and the kernel uses part of that.
 KERNEL = 8 << 20

@@ -1,4 +1,4 @@
-"""Send one Ctrl-C at a random moment of a command, and check what it leaves.
+"""Send one Ctrl-C at a random moment of a command, and check the files afterwards.
 
     python tests/helpers/interrupting.py --times 100 eval trace   (all commands if none is named)
     python tests/helpers/interrupting.py --signal TERM pack     (another signal)

@@ -77,7 +77,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "n_ahead": ("dymoe", "firm", "floor"),
     "max_loss": ("floor",),
 }
-# What a front end needs in addition to the model.
+# Settings of the front ends: their memory in addition to the model.
 FRONT_ENDS: dict[str, dict[str, Any]] = {
     "command": {},
     "chat": {"conversations": True},

@@ -11,7 +11,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
-from orchestrator.policy.base import EVERY_STEP, About, Wants
+from orchestrator.policy.base import EVERY_STEP, About, PolicyRequirements
 from orchestrator.runtime.runtime import Runtime
 
 _LOGITS = "ffn_moe_logits-"
@@ -48,7 +48,7 @@ class Watched:
 class Recorder(Policy):
     """A policy that records predictions and decides nothing."""
 
-    about = About("recorder", wants=Wants(EVERY_STEP))
+    about = About("recorder", wants=PolicyRequirements(EVERY_STEP))
 
     def __init__(self, placement, watched):
         super().__init__(placement)

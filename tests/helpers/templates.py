@@ -210,7 +210,7 @@ def has_call(answer):
         if arguments != {"city": "Zagreb"}:
             raise Wrong(f"{way}: arguments {functions[0]['arguments']}")
         if (message.get("content") or "").strip():
-            raise Wrong(f"{way}: text beside the call: {message['content']!r}")
+            raise Wrong(f"{way}: text next to the call: {message['content']!r}")
 
 
 def accepts(answer, is_right, what):

@@ -40,8 +40,7 @@ std::atomic<bool>  held { false };
 std::atomic<int>   n_held { 0 };
 std::atomic<int64_t> held_bytes { 0 };  // bytes of completed held reads
 
-// Of the reads that begin between these offsets, each a part of a slice, the one with this number
-// fails.
+// Reads that begin between these offsets are parts of one slice. The read with this number fails.
 std::atomic<off_t> broken_first { 0 }, broken_last { 0 };
 std::atomic<int>   broken_part { 0 };
 std::atomic<int>   n_parts { 0 }, n_broken { 0 };  // parts that began; parts that failed

@@ -2,9 +2,9 @@
 
 A state machine drives the store through its C interface over a small file whose bytes identify
 their slice. After every request, the statistics and the bytes that an op got must be those of a
-legal outcome in `cache_model`. If the disk's timing decides (a prefetch that may or may not be
-complete, a layer that needs more slots than there are), every outcome of some timing is legal, and
-no other.
+legal outcome in `cache_model`. The disk's timing decides whether a prefetch is complete, and about
+a layer that needs more slots than there are. Every outcome of some timing is then legal, and no
+other.
 """
 
 import os

@@ -82,8 +82,8 @@ def test_store_under_stress(compile_stress, tmp_path):
     """Under load, every byte equals the byte on disk, and `moe_edge_check` passes at any moment.
 
     The program covers threads, pools with one slot, tiers that share slots, a thousand limits,
-    promotions, skips, prefetches, unreadable parts and a truncated file, in host memory and on a
-    device.
+    promotions, skips and prefetches. It also covers unreadable parts and a truncated file. It runs
+    in host memory and on a device.
     """
     program = compile_stress("store_stress")
     for device in ([], [100]):
@@ -98,8 +98,9 @@ def test_store_under_stress(compile_stress, tmp_path):
 def test_an_executor_that_never_waits(compile_stress, tmp_path):
     """10,000 steps of swaps, computing and skips on a device, ordered only by its tickets.
 
-    Covers late copies, poisoned slots, misses that are copied or computed by the host, misses
-    divided by speed, a reader next to a load of an aborted step, static tables, and a lost device.
+    Covers late copies, poisoned slots, misses that are copied or computed by the host, and misses
+    divided by speed. Also covers a reader next to a load of an aborted step, static tables, and a
+    lost device.
     No row is wrong.
     """
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)

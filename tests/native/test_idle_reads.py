@@ -65,7 +65,7 @@ def test_answers_are_the_same(policy, device, one):
         expected = logits(e)
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
         e.cancel()  # a cancelled answer does not prevent idle reads
-        assert idle(e).brought > 0
+        assert idle(e).prefetched > 0
         np.testing.assert_array_equal(logits(e), expected)
         # a request can come at any moment and ends the idle reads
         np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
@@ -94,9 +94,9 @@ def test_the_most_used_experts_are_resident_afterwards(policy, one):
         stats = store.stats()
         assert stats.evictions == 0
         assert stats.slot_bytes_peak <= stats.budget_bytes
-        brought = driver.brought  # the last experts may lack a matrix without a free slot
-        assert brought >= resident.sum() > 0
-        assert idle(e, kept).brought == brought  # slots are full, so nothing is exchanged
+        prefetched = driver.prefetched  # the last experts may lack a matrix without a free slot
+        assert prefetched >= resident.sum() > 0
+        assert idle(e, kept).prefetched == prefetched  # slots are full, so nothing is exchanged
 
 
 def test_a_truncated_file_fails_the_step_that_needs_it(one, tmp_path):
@@ -157,7 +157,7 @@ def test_an_answer_is_followed_by_reads_unless_they_are_off(one):
             answered(runtime, [5], 1)  # which leaves slots free
             idle_reads = runtime.inside.driver._idle
             if reads_ahead:
-                conftest.until(lambda: idle_reads.brought)  # noqa: B023
+                conftest.until(lambda: idle_reads.prefetched)  # noqa: B023
             with runtime.evaluator() as e:  # the evaluator waits for the end of idle reads
                 e.eval(PROMPT, 0)
-            assert bool(idle_reads.brought) == reads_ahead
+            assert bool(idle_reads.prefetched) == reads_ahead

@@ -186,7 +186,7 @@ def test_recorded_turns_reuse_their_prefix(both):
             with runtime.evaluator():
                 pass
         trace = recorder.trace(DISK)
-        assert driver.brought == 0
+        assert driver.prefetched == 0
     read = [each["timings"]["prompt_n"] for each in (first, second, third)]
     assert read == [len(PROMPT), 1 + 3, 1]
     steps = zip(

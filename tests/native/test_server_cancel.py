@@ -148,7 +148,7 @@ def test_other_requests_of_a_cancelled_step_continue(monkeypatch, cancelled_firs
 
 @pytest.mark.parametrize("cancelled", ["the computed one", "the waiting one"])
 def test_two_requests_on_one_sequence(monkeypatch, cancelled):
-    """A cancel affects only its own request, not another one on its sequence or in its step."""
+    """A cancel affects only its own request, not another request on its sequence or in its step."""
     with serving(2, **DYMOE) as runtime:
         held = Held(runtime.inside.policy, monkeypatch)
         held.hold(0)

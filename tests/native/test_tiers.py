@@ -72,7 +72,7 @@ def test_pairs_of_tiers(tiers, high, low, packed):
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_weights_of_the_remaining_expert(shape, renormalize, tiny_model, tmp_path):
-    """If the worse of two experts is skipped, `renormalize` decides the weight of the other one.
+    """If the worse of two experts is skipped, `renormalize` decides the weight of the other.
 
     The result is compared with the same model that uses one expert per token. If weights are
     normalised (qwen3moe), that model gives its expert the sum of all weights, which must equal the

@@ -19,7 +19,7 @@ DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()
 SHAPE = replace(synthetic.preset("tiny-qwen3moe"), context=N_CTX)
 PAGE = 4096
 MIB = 2**20
-# of keys and of values
+# For keys and values.
 TENSORS = 2 * SHAPE.n_layer
 CELL_VALUES = TENSORS * SHAPE.n_head_kv * SHAPE.head_dim
 # Attention reads cells up to the next multiple of this number.

@@ -62,7 +62,7 @@ def step(driver, layer=0, experts=range(N_EXPERT)):
 
 
 def test_two_experts_exchange_their_tiers(driver):
-    """An expert is demoted into the reserve, and another one promoted into the freed slot.
+    """An expert is demoted into the reserve, and another expert promoted into the freed slot.
 
     Each takes effect at the next step.
     """

@@ -11,7 +11,7 @@ from orchestrator.lab.bench.child import COLD, Part, decode, prompt, settle
 from orchestrator.lab.bench.options import BenchOptions
 from orchestrator.lab.bench.rows import HIT, MIX, NAME, SLOWEST, Result, add_ratio, caps_of, moved
 from orchestrator.lab.table import Column, fixed, percent
-from orchestrator.settings import FROM_1, again, setting
+from orchestrator.settings import FROM_1, inherit, setting
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class AblationOptions(BenchOptions):
     ConfigError.
     """
 
-    routing: str = again(BenchOptions, "routing", "zipf")
-    tokens: int = again(BenchOptions, "tokens", 96)
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 32)
-    runs: int = again(BenchOptions, "runs", 3)
+    routing: str = inherit(BenchOptions, "routing", "zipf")
+    tokens: int = inherit(BenchOptions, "tokens", 96)
+    prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 32)
+    runs: int = inherit(BenchOptions, "runs", 3)
     turns: int = setting(
         3, "Prompts per process after a first one; they share the decode steps.", within=FROM_1
     )

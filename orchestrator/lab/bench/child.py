@@ -338,9 +338,9 @@ def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
     return totals
 
 
-def measure(told: dict[str, Any]) -> Result:
+def measure(fields: dict[str, Any]) -> Result:
     """Run a job given as JSON and return its result."""
-    job = Job(**told)
+    job = Job(**fields)
     if job.counts:
         from orchestrator.native.llama import Bindings
 

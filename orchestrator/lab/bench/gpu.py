@@ -43,7 +43,7 @@ from orchestrator.lab.table import Column, Report, fixed, percent
 from orchestrator.native.abi import WAITS
 from orchestrator.plan.footprint import model_shape
 from orchestrator.runtime.load import SPARE_BYTES
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
@@ -59,15 +59,15 @@ class GpuOptions(AblationOptions):
     addition to the rest of the model. `device` is the GPU's name. Raises ConfigError.
     """
 
-    caps: tuple[float, ...] = again(
+    caps: tuple[float, ...] = inherit(
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
     )
-    tokens: int = again(BenchOptions, "tokens")
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 1024)
-    runs: int = again(BenchOptions, "runs")
-    turns: int = again(AblationOptions, "turns", 1, option=False)
+    tokens: int = inherit(BenchOptions, "tokens")
+    prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
+    runs: int = inherit(BenchOptions, "runs")
+    turns: int = inherit(AblationOptions, "turns", 1, option=False)
     device: str = setting("cuda0", "The GPU.", metavar="NAME")
-    layers: int | None = again(
+    layers: int | None = inherit(
         BenchOptions,
         "layers",
         help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
@@ -223,8 +223,8 @@ class Gpu(Benchmark):
         """
         if self.on.keep is None:
             return super().measure(case, number)
-        told = json.dumps(asdict(self.job(case, number)))
-        digest = hashlib.sha256(f"{case.key} {told}".encode())
+        text = json.dumps(asdict(self.job(case, number)))
+        digest = hashlib.sha256(f"{case.key} {text}".encode())
         place = self.on.keep / f"case-{digest.hexdigest()[:20]}.json"
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)

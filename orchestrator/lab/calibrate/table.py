@@ -246,6 +246,7 @@ class Parts:
 
     @property
     def total_s(self) -> float:
+        """The predicted seconds of all parts."""
         return sum(self._seconds.values())
 
     def begin(self, name: str) -> Progress:
@@ -299,6 +300,7 @@ class Kept:
 
     @property
     def rows(self) -> Path:
+        """The file of logits, which is created if it does not exist."""
         path = self.folder / "logits.f32"
         path.touch()
         return path
@@ -312,6 +314,7 @@ class Kept:
             return dict(found)
 
     def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Save arrays under a name."""
         with whole_file(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 

@@ -41,7 +41,8 @@ class CheckJob:
 
     Three fields select another job instead:
 
-    - beside: choose the policy while another process uses this many bytes; returns its settings.
+    - other_bytes: choose the policy while another process uses this many bytes; returns its
+      settings.
     - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
@@ -54,7 +55,7 @@ class CheckJob:
     prompt: list[int] | None = None
     answer: list[int] | None = None
     chosen: bool = False
-    beside: int | None = None
+    other_bytes: int | None = None
     budgets: str | None = None
     layers: bool = False
     answers: bool = False
@@ -62,7 +63,8 @@ class CheckJob:
 
     def request(self) -> PlanRequest:
         """Return the request of a chat with these settings. Without conversations, it has the
-        memory of a chat's process only."""
+        memory of a chat's process only.
+        """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
 

@@ -184,7 +184,7 @@ class _Check:
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
             settings, own = settings_of(config), private_bytes()
-            job = CheckJob(settings, os.devnull, None, 0, beside=own, conversations=True)
+            job = CheckJob(settings, os.devnull, None, 0, other_bytes=own, conversations=True)
             found = run_job(job)
             if "error" in found:
                 self._problem(f"as asked: {found['error']}")

@@ -55,10 +55,10 @@ def run(job: CheckJob) -> Result:
     """Perform a job and return its result. Raises MoeEdgeError."""
     request = job.request()
     config = request.config
-    if job.beside is not None:
+    if job.other_bytes is not None:
         # The measurement leaves these bytes of the cap to the other process. The plan uses the
         # whole cap, so that it equals a chat's plan.
-        less = config.with_changes(ram=config.ram and max(1, config.ram - job.beside))
+        less = config.with_changes(ram=config.ram and max(1, config.ram - job.other_bytes))
         with ExpertModel.open(config.model, config.low) as model:
             runs = Planner(replace(request, config=less), model).runs(config)
         return {"settings": settings_of(runs.config)}
@@ -237,4 +237,4 @@ def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
 
 
 if __name__ == "__main__":
-    answer(lambda told: run(CheckJob(**told)))
+    answer(lambda fields: run(CheckJob(**fields)))

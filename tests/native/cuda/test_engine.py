@@ -18,7 +18,7 @@ POLICIES = {
     "dymoe-skip": {"policy": "dymoe", "retention": 0.5, "low_tier": "skip", "expert_ram": 500_000},
     "dynaexq": {"policy": "dynaexq", "update_steps": 2, "expert_ram": 2_200_000},
 }
-# Policies that differ from those above in how experts are loaded, not in what is computed.
+# Policies that differ from those above in the loading of experts, not in the results.
 DECODING = POLICIES | {
     "firm": {
         **{"policy": "firm", "agree": "mol", "prefetch": "on", "prefetch_kinds": 1},

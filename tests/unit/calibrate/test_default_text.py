@@ -36,7 +36,7 @@ def test_windows_of_the_kinds_alternate():
 
 
 def test_a_table_is_made_without_options(model, ggml, tmp_path):
-    """It lies where --max-loss finds it."""
+    """The table is at the place that --max-loss reads."""
     packed = pack(model, tmp_path / "m.gguf", ["q8_0", "q2_k"], ggml=ggml).path
     result = CliRunner().invoke(cli, ["calibrate", "-m", str(packed), "--calib-tokens", "512"])
     assert result.exit_code == 0, result.output

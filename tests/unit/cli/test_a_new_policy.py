@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from orchestrator.allocation.slots import SlotGroup, SlotPlan
 from orchestrator.events import Phase
-from orchestrator.policy.base import About, Placement, Policy, Precisions, Wants
+from orchestrator.policy.base import About, Placement, Policy, Precisions, PolicyRequirements
 from orchestrator.settings import Settings, setting
 
 
@@ -48,7 +48,7 @@ class Stripes(Policy):
         Settings=StripesSettings,
         reason="uses the index only",
         precisions=Precisions(least=3, most=3),
-        wants=Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True),
+        wants=PolicyRequirements((Phase.PREFILL,), default_tier=2, counts=True, states=True),
     )
     seen = None
 

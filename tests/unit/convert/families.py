@@ -38,7 +38,7 @@ class Family:
     model: transformers' class. config: settings that SIZES lacks or that differ. tokenizer: its
     kind. adapt: changes a model so that it computes the same as llama.cpp. config_class: only if it
     is not named like the model. publish: changes the folder to the published form if transformers
-    writes another one.
+    writes another form.
     """
 
     model: str

@@ -403,7 +403,7 @@ def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
     ({}, "old"),
 )
 def test_a_template_in_its_own_file_takes_precedence(folder, tmp_path, files, template):
-    """As in transformers, chat_template.jinja takes precedence over tokenizer_config.json."""
+    """chat_template.jinja takes precedence over tokenizer_config.json, as in transformers."""
     change_json(folder / "tokenizer_config.json", chat_template="old")
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

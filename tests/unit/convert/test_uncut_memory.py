@@ -136,8 +136,8 @@ def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
     (path,) = tmp_path.iterdir()
     with serving(case(name), prompt_cache=tmp_path) as ask:
         n_read, said = ask(first + ANOTHER)
-        # Memory with a sliding window can be cut only where its keys still exist. A file lacks
-        # older keys.
+        # Memory with a sliding window can be cut only at positions whose keys still exist. A file
+        # lacks older keys.
         assert said == expected[1] and n_read <= expected[0] + 2 * (name == "gpt-oss")
     # without memory for checkpoints
     with serving(case(name), prompt_cache=tmp_path, cache_ram=0) as ask:

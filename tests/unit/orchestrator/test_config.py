@@ -10,7 +10,7 @@ from gguf_tools import process
 from orchestrator import config as config_module
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
-from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
+from orchestrator.settings import FROM_1, Notation, Settings, inherit, parse_size, setting
 
 SIZES = {
     "4096B": 4096,
@@ -97,9 +97,9 @@ class Few(Settings):
 
 @dataclass(frozen=True)
 class Fewer(Few):
-    n: int = again(Few, "n", 1)
-    share: float = again(Few, "share", option=False, within=(0, 2))
-    words: tuple[str, ...] = again(Few, "words", ("c", "d"))
+    n: int = inherit(Few, "n", 1)
+    share: float = inherit(Few, "share", option=False, within=(0, 2))
+    words: tuple[str, ...] = inherit(Few, "words", ("c", "d"))
 
 
 def test_a_record_is_checked_by_its_declarations():

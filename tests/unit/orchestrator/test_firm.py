@@ -38,8 +38,8 @@ STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
 PAPER = {"prefetch": "on", "agree": "mol", "prefetch_kinds": 1}
 GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
 
-# One token: the experts that layers 0 to 2 use, and what each predicts for the next three layers,
-# nearest layer first.
+# One token: the experts that layers 0 to 2 use, and each one's predictions for the next three
+# layers, nearest layer first.
 USED = [[0, 1, 2, 3], [4, 5, 6, 9], [2, 4, 6, 8]]
 AHEAD = [
     [[4, 5, 6, 7], [2, 4, 8, 9], [1, 2, 3, 4]],
@@ -247,7 +247,7 @@ def test_given_or_recalled_votes_are_not_saved():
     ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
     ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
     ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
-    ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
+    ({"tune": "climb"}, "'tune' is climb, and votes sets the tuned values"),
     ({"tune": "all"}, "'tune' is all"),
     ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
     ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),

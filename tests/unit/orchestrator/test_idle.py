@@ -58,7 +58,7 @@ def test_stopping_does_not_cancel_the_current_read():
     assert store.read == WANTED[:2] and not store.cancelled
     idle.stop()
     assert not store.begun.acquire(blocking=False)
-    assert idle.brought == 1  # the second one found no free slot
+    assert idle.prefetched == 1  # the second one found no free slot
 
 
 def test_idle_reads_end_at_the_first_failed_read():

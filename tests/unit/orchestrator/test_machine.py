@@ -1,4 +1,4 @@
-"""`moe-edge plan`: what it measures on this machine, and what it reports about a GPU."""
+"""`moe-edge plan`: its measurements of this machine, and its report about a GPU."""
 
 import json
 from dataclasses import asdict
@@ -121,7 +121,7 @@ def test_a_device_that_does_not_exist_is_refused(model):
 
 
 def test_ram_beyond_the_machines_memory_causes_a_warning():
-    """There is a warning if --ram is more than the machine's memory. The plan then uses the
-    machine's memory."""
+    """A plan warns if --ram is more than the machine's memory. It then uses the machine's
+    memory."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
         assert bool(machine.more_than_there(ram, Machine(22 << 30))) == warned

@@ -7,7 +7,7 @@ from typing import ClassVar
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.cost.planner import Runs
+from orchestrator.cost.planner import ResolvedPlan
 from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.load import MOST_LOADS, SPARE_BYTES, Loader
 
@@ -39,7 +39,7 @@ class Gpu:
 
 
 def planned(plan):
-    return Runs(PlanRequest(Config.build(model="m.gguf")), plan, None)
+    return ResolvedPlan(PlanRequest(Config.build(model="m.gguf")), plan, None)
 
 
 def load(gpu, monkeypatch):

@@ -146,7 +146,7 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
 
 
 def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
-    """There is a note if --ctx exceeds the training context, or if a part belongs to another
+    """Notes say that --ctx exceeds the training context, and that a part belongs to another
     quantization. Two separate files may differ."""
 
     def notes(path, low=None, **settings):

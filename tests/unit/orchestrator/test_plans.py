@@ -16,7 +16,7 @@ from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen, foreseen
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import (
     AS_FAST,
     LENGTHS,
@@ -128,7 +128,7 @@ def test_speeds_are_shown_for_several_context_lengths(model):
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
-        runs = Runs(played.request, replace(plan, n_ctx=n_ctx), loses)
+        runs = ResolvedPlan(played.request, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))

@@ -144,7 +144,7 @@ def test_eval_returns_logits_at_a_position(e):
     for more, pos in (([4], 7), ([4], -1), ([], 0)):
         with pytest.raises(ConfigError):
             e.eval(more, pos)
-    with pytest.raises(ConfigError, match="without room for every token's logits"):
+    with pytest.raises(ConfigError, match="without memory for every token's logits"):
         next(e.eval_each([4], 0))
 
 

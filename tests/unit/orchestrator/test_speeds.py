@@ -1,5 +1,5 @@
-"""Measured compute speeds of this machine: how they are timed, which timing is used, and what is
-stored."""
+"""Measured compute speeds of this machine: how they are timed, which timing is used, and which one
+is stored."""
 
 import itertools
 import json
@@ -137,14 +137,14 @@ def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
     monkeypatch.setattr(machine, "share", lambda: loads.pop(0))
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
-        assert speeds.again() and not any(found.values())
+        assert speeds.time_again() and not any(found.values())
         # 0.5 was timed while other programs ran
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
-        assert not speeds.again() and not speeds.disturbed
+        assert not speeds.time_again() and not speeds.disturbed
     machine.now += 5
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
-        assert not speeds.again()
+        assert not speeds.time_again()
 
 
 def test_a_disturbed_timing_is_repeated(machine, monkeypatch):
@@ -227,7 +227,7 @@ def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
                 return 2.0 if what.rows < 8 else 6.0
             return 4.0 if what.routed else 8.0
 
-        def again(self):
+        def time_again(self):
             return False
 
     library = SimpleNamespace(interleaves=lambda *_: True)

@@ -10,7 +10,7 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
-from orchestrator.policy.base import Wants
+from orchestrator.policy.base import PolicyRequirements
 from orchestrator.runtime.driver import Driver
 
 LOW, HIGH = (np.full((1, 1), tier, np.uint8) for tier in (1, 0))
@@ -19,7 +19,7 @@ LOW, HIGH = (np.full((1, 1), tier, np.uint8) for tier in (1, 0))
 class Asking:
     """A policy that requests one expert."""
 
-    wants = Wants(waits=True)
+    wants = PolicyRequirements(waits=True)
 
     def warm(self, resident, target):
         return [(0, 0, 0)] if (resident == LOW).all() else None

@@ -169,7 +169,9 @@ def test_a_file_that_does_not_fit_the_context_is_kept(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
     assert folder.load(listed, ROOMY, lambda _path: False) is None
-    assert folder.notes == [f"{listed.path}: no room for this kept conversation: it is read again."]
+    assert folder.notes == [
+        f"{listed.path}: no memory for this kept conversation: it is read again."
+    ]
     assert folder.of(KEY) == []  # it would be tried again for each request
     (again,) = PromptFolder(tmp_path, ROOMY).of(KEY)
     assert read(folder, again) is not None

@@ -93,8 +93,8 @@ class FakeAnswer(Answer):
 
 
 class FakeServed:
-    """A model and runtime that hand out prepared requests in order and record what they were
-    asked."""
+    """A model and runtime that hand out prepared requests in order and record the
+    requests."""
 
     max_tokens, parallel, most_scored = None, 1, 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR

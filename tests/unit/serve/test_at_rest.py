@@ -46,16 +46,16 @@ def test_idle_reads_run_before_and_after_requests(served, asked_at_once):
     """Idle reads do not change answers, and none run during a request."""
     driver, store, app = served.runtime.inside.driver, served.runtime.inside.store, app_of(served)
     driver._idle.wait()
-    assert driver.brought > 0 and store.full
+    assert driver.prefetched > 0 and store.full
     expected = said(app, ASK)
     store.check()
     other = asked_at_once
     driver, store, app = other.runtime.inside.driver, other.runtime.inside.store, app_of(other)
     idle_threads = []
     store.set_step_done(lambda _: idle_threads.append(driver._idle._thread))
-    assert driver.brought == 0 and said(app, ASK) == expected
+    assert driver.prefetched == 0 and said(app, ASK) == expected
     driver._idle.wait()
-    assert driver.brought > 0 and store.full
+    assert driver.prefetched > 0 and store.full
     assert said(app, ASK) == expected
     assert len(idle_threads) > 2 and not any(idle_threads)
     store.check()

@@ -131,7 +131,7 @@ def test_a_file_too_long_for_the_context_is_kept(model, tmp_path):
     with started(model, folder, "--ctx", "512") as server:
         short = [{**LONG[0], "content": LONG[0]["content"][:500]}]
         assert asked(server, short)[1] > 50
-        assert server.end(signal.SIGTERM)[1].count(f"{path}: no room for this kept") == 1
+        assert server.end(signal.SIGTERM)[1].count(f"{path}: no memory for this kept") == 1
     with started(model, folder) as server:
         assert asked(server, going_on(LONG, said))[1] < n // 10
 

@@ -168,7 +168,7 @@ def test_all_parts_arrive_in_order(monkeypatch):
 
 
 def put_fast(request, text):
-    """Put so many parts in a row that further ones are collected."""
+    """Put FAST parts in a row, after which further parts are collected."""
     for _ in range(FAST):
         request.put(text)
         request.until_taken()

@@ -2,9 +2,9 @@
 //
 // Kernels: the threads of a block are fibers. They switch at __syncthreads, at warp operations, and
 // sometimes before an atomic operation or a fence, in an order that changes with each launch. The
-// process aborts with the kernel's name if threads wait for others that never arrive, if lanes of a
-// warp meet in different operations, or if a launch uses more threads or shared memory than a GPU
-// has.
+// process aborts with the kernel's name if threads wait for others that never arrive, or if lanes of
+// a warp meet in different operations. It also aborts if a launch uses more threads or shared memory
+// than a GPU has.
 //
 // Several blocks of a launch run concurrently, each with its own shared memory. After each round of
 // a block's threads another block continues. Blocks start in an order that changes with each
@@ -39,8 +39,8 @@
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
 // With MOE_EMU_COUNT=1, every run has the same counts. A kernel completes before its launch
-// returns. A copy completes only when the host waits for it, when a kernel is launched on its
-// stream or on a stream that waits for its event, or when moe_emu_counts() is called.
+// returns. A copy completes only when the host waits for it, when moe_emu_counts() is called, or
+// when a kernel is launched. The kernel's stream must be the copy's, or wait for its event.
 
 #include "cublas_v2.h"
 #include "cuda_bf16.h"

@@ -47,8 +47,8 @@ MORE = {"near-bits": ["--hot-experts", "2"]}
 def published(model, domains, tmp_path_factory):
     """published(name): output of a study on the random model; each study runs once.
 
-    data: its JSON. shown: its printed text. folder: where it wrote files. passes, said: its passes
-    over the text and its stderr.
+    data: its JSON. shown: its printed text. folder: the folder of its files. passes, said: its
+    passes over the text and its stderr.
     """
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
 

@@ -14,8 +14,8 @@ from orchestrator.lab.study.activations import (
     applied_gates,
 )
 from orchestrator.lab.study.near_data import (
-    ALIKE,
     COUNTS,
+    EQUAL_USAGE,
     ORACLE,
     OWN,
     RIGHT,
@@ -59,7 +59,7 @@ def test_each_profile_uses_its_own_texts():
     assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
     assert choices(usages, 3, 1)[RIGHT] is None
     rows = {(row["domain"], row["by"]): row for row in domain_rows(usages, [known] * 4, 1)}
-    assert rows["chat", ALIKE]["mass"] == 0.5
+    assert rows["chat", EQUAL_USAGE]["mass"] == 0.5
     assert rows["chat", OWN]["mass"] == 1 / 40
     assert rows["documents", RIGHT]["mass"] == 0.75
 
