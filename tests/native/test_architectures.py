@@ -305,7 +305,7 @@ def test_two_precisions(arch, make, tmp_path):
     table, method = tmp_path / "losses.json", Method(calib=text, tokens=CALIBRATED, threads=1)
     notes = []
     measure_losses(method, packed, None, [], table, lambda *_: None, notes.append)
-    assert notes == []
+    assert [note for note in notes if not note.startswith("Calibrating takes")] == []
 
     floor = {"policy": "floor", "losses": table, "low_tier": "q2_k"}
     for tier, settings in (

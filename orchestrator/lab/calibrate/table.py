@@ -371,7 +371,10 @@ def measure_losses(
         seconds = {} if kept.table.exists() else _first_parts(method, source, reference, time)
         todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
         parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
-        note(f"Calibrating takes about {format_duration(parts.total_s)}. {_CONTINUES}")
+        note(
+            f"Calibrating takes about {format_duration(parts.total_s)}. "
+            "If it is interrupted, the same command continues it."
+        )
         show(parts.share)
         run = _Run(method, model, text, kept, parts)
         if not kept.table.exists():
@@ -385,9 +388,6 @@ def measure_losses(
         save(out, model, table)
         shutil.rmtree(kept.folder, ignore_errors=True)
     return table
-
-
-_CONTINUES = "If it is interrupted, the same command continues it."
 
 
 def _first_parts(
