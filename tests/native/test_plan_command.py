@@ -18,7 +18,7 @@ from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
-from orchestrator.plan.records import Plan
+from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
@@ -145,7 +145,7 @@ def test_plan_and_chat_refuse_the_same(model, asked, said):
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Runtime.open(config)
-    assert said in machine.examine(config)[0]["plan_note"]
+    assert said in machine.examine(PlanRequest(config))[0]["plan_note"]
 
 
 def test_settings_of_another_policy_are_ignored(model):
@@ -154,7 +154,7 @@ def test_settings_of_another_policy_are_ignored(model):
     With `--policy`, only the named policy is in the table.
     """
     config = build(model, retention=0.5, low_tier="q2_k")
-    found, _ = machine.examine(config)
+    found, _ = machine.examine(PlanRequest(config))
     assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
@@ -196,11 +196,11 @@ def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         assert e.plan.tier_names == tiers
         mode = runtime.mode
-    health, _ = machine.examine(config)
+    health, _ = machine.examine(PlanRequest(config))
     with ExpertModel.open(fitted) as model:
-        runs = Planner(config, model).runs(config)
+        runs = Planner(PlanRequest(config), model).runs(config)
         if config.policy is None:
-            found = Planner(config, model).frontier(config)
+            found = Planner(PlanRequest(config), model).frontier(config)
             assert ((*found.taken.tiers,), found.taken.kl) == (tiers, runs.loses.kl)
     assert runs.plan.tier_names == tiers and health["kl"] == runs.loses.kl
     for line in (mode, health["plan"]):

@@ -272,7 +272,7 @@ def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
     jobs = []
 
     def runs(job):
-        if job.beside is not None:
+        if job.other_bytes is not None:
             assert not jobs
             return child.run(job)
         jobs.append(job)
