@@ -53,8 +53,8 @@ def test_each_turn_reads_only_its_new_tokens(name, case):
 @UNCUT
 def test_returning_to_a_checkpoint_does_not_change_the_answer(name, case, tmp_path):
     def likely(ask, prompt):
-        found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=3)
-        return found["tokens"], found["completion_probabilities"]
+        found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=1)
+        return [(each["id"], each["logprob"]) for each in found["completion_probabilities"]]
 
     with serving(case(name)) as ask:
         prompt = FIRST + ask(FIRST)[1] + QUESTION[:30]
