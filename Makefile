@@ -1,6 +1,6 @@
-# GPU=auto|cuda|off   CUDA where nvcc and a GPU are found, forced, or never
-# AMX=auto|on|off     AMX where a probe proves that it works, forced, or never
-# FILES=DIR           wheels and the source distribution from there: no network is used
+# GPU=auto|cuda|off   CUDA if nvcc and a GPU are found, always, or never
+# AMX=auto|on|off     AMX if a probe shows that it works, always, or never
+# FILES=DIR           use the wheels and the source distribution in DIR, and no network
 PYTHON ?= python3
 GPU ?=
 AMX ?=
@@ -14,11 +14,12 @@ TOOL := $(PYTHON) patches/tool.py $(if $(FILES),--files "$(FILES)")
 FLAGS := $(if $(GPU),--gpu $(GPU)) $(if $(AMX),--amx $(AMX)) \
          $(if $(CUDA_ARCH),--cuda-arch $(CUDA_ARCH))
 IN_ENV = "$$($(TOOL) python)"
-# lm_eval takes 600 MB, the server's clients 140: they are tested in CI, elsewhere where they are
-# installed.
+# lm_eval takes 600 MB, the server's clients 140 MB. CI installs and tests them. Elsewhere they are
+# tested if they are installed.
 TEST_EXTRAS := dev,convert$(if $(CI),$(shell echo ,eval,clients))
 
-# Two processes, a file in one of them, in the order of the files: the long ones come early.
+# Two processes. Each file runs in one of them, in the order of the files, so long files start
+# early.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help build wheel chat serve test test-all check bench docs patches-verify patches-refresh cuda-check gpu-check clean fuzz
@@ -27,17 +28,17 @@ help:
 	@echo 'make build            set everything up: environment, patched llama.cpp, moe-edge'
 	@echo 'make chat             the same, then chat with the demo model'
 	@echo 'make serve            the same, then serve it (SERVE="-m MODEL --ram 12GiB")'
-	@echo 'make wheel            dist/moe_edge-*.whl, which needs no compiler where it is installed'
+	@echo 'make wheel            dist/moe_edge-*.whl, whose users need no compiler'
 	@echo 'make test             the same, then run the tests'
-	@echo 'make test-all         the same, then those that it leaves out, too'
-	@echo 'make check            ruff, mypy, docs and patches'
+	@echo 'make test-all         the same, then the tests that make test skips'
+	@echo 'make check            ruff, mypy, the English of code, docs and patches'
 	@echo 'make bench            the benchmark (BENCH="--routing zipf --json" passes options)'
-	@echo 'make docs             write what is generated in the documents'
+	@echo 'make docs             write the generated parts of the documents'
 	@echo 'make patches-verify   check the patch series'
 	@echo 'make patches-refresh  rewrite the patches (TREE=DIR: from an edited llama.cpp)'
 	@echo 'make cuda-check       compile CUDA objects (FULL=1: the library); needs nvcc, no GPU'
-	@echo 'make gpu-check        all that needs a GPU, into gpu-report.md (PART=engine, STEP=TEXT)'
-	@echo 'make fuzz             ten minutes of damaged files (SECONDS=N)'
+	@echo 'make gpu-check        all checks on a GPU; writes gpu-report.md (PART=engine, STEP=TEXT)'
+	@echo 'make fuzz             read damaged files for ten minutes (SECONDS=N)'
 	@echo 'make clean            remove .venv and tool caches'
 
 build:
@@ -65,6 +66,7 @@ check:
 	@$(TOOL) setup --extras dev $(FLAGS)
 	@$(IN_ENV) -m ruff check .
 	@$(IN_ENV) -m mypy
+	@$(IN_ENV) tests/contract/prose.py
 	@$(TOOL) verify --fetch
 	@$(IN_ENV) -m pytest -q -m 'not rest' tests/contract --ignore tests/contract/test_build.py
 

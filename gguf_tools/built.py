@@ -1,5 +1,7 @@
-"""Find and load the built llama.cpp: part of this package in a moe-edge wheel, otherwise the
-`llama_cpp` package that `make build` installs.
+"""Find and load the built llama.cpp.
+
+It is part of this package in a moe-edge wheel. Otherwise it is the `llama_cpp` package that `make
+build` installs.
 
 A wheel contains one libggml-cpu for each supported instruction set. All other libraries are shared
 by the instruction sets and link against the libggml-cpu that is loaded first, so the right one has
@@ -57,8 +59,10 @@ class NotBuilt(MoeEdgeError):
 
 @cache
 def package() -> Path:
-    """Return the folder that contains the Python bindings, the shared libraries and llama.cpp's
-    converter. Raises NotBuilt."""
+    """Return the folder of the Python bindings, the shared libraries and llama.cpp's converter.
+
+    Raises NotBuilt.
+    """
     if OWN.is_dir():
         return OWN
     spec = find_spec("llama_cpp")
@@ -75,8 +79,11 @@ def advice() -> str:
 
 
 def stamp() -> dict[str, Any]:
-    """Return the build record (`moe_edge_build.json`), or an empty dict if the installed package is
-    the stock llama-cpp-python or if no package is installed."""
+    """Return the build record (`moe_edge_build.json`).
+
+    It is an empty dict if the installed package is the stock llama-cpp-python, or if no package is
+    installed.
+    """
     try:
         return _stamp_in(package())
     except NotBuilt:
@@ -92,8 +99,11 @@ def _stamp_in(folder: Path) -> dict[str, Any]:
 
 
 def libraries() -> Path:
-    """Return the folder of libllama. The environment variable LLAMA_CPP_LIB_PATH overrides it, as
-    it does in `llama_cpp`. Raises NotBuilt."""
+    """Return the folder of libllama.
+
+    The environment variable LLAMA_CPP_LIB_PATH overrides it, as it does in `llama_cpp`. Raises
+    NotBuilt.
+    """
     given = os.environ.get("LLAMA_CPP_LIB_PATH")
     return Path(given) if given else package() / "lib"
 
@@ -140,8 +150,11 @@ def _has(*position: int) -> bool:
 
 
 def _preloads() -> list[Path]:
-    """Return the libraries to load before libllama: a wheel's libggml-cpu for this processor and
-    the CUDA library of moe-edge-cuda. Raises NotBuilt."""
+    """Return the libraries to load before libllama.
+
+    These are a wheel's libggml-cpu for this processor and the CUDA library of moe-edge-cuda. Raises
+    NotBuilt.
+    """
     folder, chosen = libraries(), instruction_set()
     found = [] if chosen == "native" else list((folder / chosen).iterdir())
     if (folder / CUDA).is_dir():

@@ -23,8 +23,9 @@ _POLL_S = 0.05
 def child(
     command: Sequence[str], kill_group: bool = False, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command with text pipes for the duration of the block, and kill it at the end if it is
-    still running.
+    """Run a command with text pipes for the duration of the block.
+
+    A command that is still running at the end of the block is killed.
 
     kill_group: also end the processes that the command has started.
     options: passed to `subprocess.Popen`.
@@ -62,8 +63,10 @@ def _end_group(group: int) -> None:
 
 
 def _is_running(group: int) -> bool:
-    """Return whether a process group has a live process. Zombies remain in the group until their
-    parent waits for them, so they do not count."""
+    """Return whether a process group has a live process.
+
+    Zombies remain in the group until their parent waits for them, so they do not count.
+    """
     for each in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.getpgid(each.pid) == group and each.status() != psutil.STATUS_ZOMBIE:

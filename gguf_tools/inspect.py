@@ -124,8 +124,11 @@ def _types(model: ExpertModel, tier: int) -> dict[str, list[str]]:
 
 
 def _per_layer(model: ExpertModel) -> list[dict[str, Any]]:
-    """Return for each layer its dense bytes and, for each tier, the bytes of its experts and the
-    ggml type of each matrix kind. The tier list of a layer without experts is empty."""
+    """Return for each layer its dense bytes and, for each tier, the bytes and types of its experts.
+
+    The types are ggml's, one for each matrix kind. The tier list of a layer without experts is
+    empty.
+    """
     layers: list[dict[str, Any]] = [
         {"layer": il, "dense_bytes": nbytes, "tiers": []}
         for il, nbytes in enumerate(model.dense_layer_bytes)
@@ -233,8 +236,10 @@ def _layer_rows(facts: dict[str, Any]) -> list[list[str]]:
 
 
 def _short_types(types: dict[str, str]) -> str:
-    """Return the most common type, followed by the matrices of other types, such as
-    `q4_k, down q6_k`."""
+    """Return the most common type, followed by the matrices of other types.
+
+    An example is `q4_k, down q6_k`.
+    """
     usual = Counter(types.values()).most_common(1)[0][0]
     others = (f"{kind} {name}" for kind, name in types.items() if name != usual)
     return ", ".join((usual, *others))

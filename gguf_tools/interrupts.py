@@ -1,5 +1,6 @@
-"""Handle Ctrl-C and termination signals. This is the only module that handles SIGINT, SIGTERM and
-SIGHUP.
+"""Handle Ctrl-C and termination signals.
+
+This is the only module that handles SIGINT, SIGTERM and SIGHUP.
 
 Python can run a signal handler between any two instructions of the main thread. An exception that
 the handler raises inside a function called from C cannot propagate: ctypes prints it, and the
@@ -9,6 +10,8 @@ at points from which it can propagate. In all other cases the interrupt stays pe
 call ends (`held`), or the handler tries again after 10 ms.
 
 SIGTERM and SIGHUP follow the same path, but raise SystemExit.
+
+Other threads get no signals. `cancellable` lets another thread stop their work.
 """
 
 from __future__ import annotations
@@ -44,11 +47,13 @@ class _ThreadState(threading.local):
 
     depth: number of nested `held` blocks.
     raised: an error of a callback, to be raised at the end of the outermost `held` block.
+    cancelled: the function of a `cancellable` block, until its KeyboardInterrupt is raised.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.raised: BaseException | None = None
+        self.cancelled: Callable[[], bool] | None = None
         self.is_main = threading.current_thread() is threading.main_thread()
 
 
@@ -98,15 +103,22 @@ def asked() -> bool:
 
     Long-running work should poll this function and stop. It can be called from any thread.
     """
-    return _state.asked_s is not None
+    if _state.asked_s is not None:
+        return True
+    cancelled = _thread.cancelled
+    return cancelled is not None and cancelled()
 
 
 def check() -> None:
     """Raise the pending interrupt, if there is one, even inside a `held` block.
 
-    Raises KeyboardInterrupt after SIGINT and SystemExit after SIGTERM or SIGHUP. Does nothing on
-    threads other than the main thread.
+    Raises KeyboardInterrupt after SIGINT and SystemExit after SIGTERM or SIGHUP. On threads other
+    than the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
     """
+    cancelled = _thread.cancelled
+    if cancelled is not None and cancelled():
+        _thread.cancelled = None
+        raise KeyboardInterrupt
     if _state.waiting and _thread.is_main:
         _state.waiting = False
         if _state.ending is not None:
@@ -168,6 +180,20 @@ class held:
         check()
         if raised is not None and error is None:
             raise raised
+
+
+@contextmanager
+def cancellable(cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Make the work of the block stoppable on a thread that gets no signals.
+
+    After `cancelled` returns True, KeyboardInterrupt is raised once on this thread, at the points
+    at which a signal would raise it on the main thread. Other threads are not affected.
+    """
+    _thread.cancelled = cancelled
+    try:
+        yield
+    finally:
+        _thread.cancelled = None
 
 
 class _Watch:
@@ -354,8 +380,11 @@ def _install() -> tuple[Any, Any] | None:
 
 
 def _install_ending(number: int) -> bool:
-    """Install the handler of SIGTERM or SIGHUP. Return whether it was installed: a signal that is
-    ignored, or that has a handler, keeps its handling."""
+    """Install the handler of SIGTERM or SIGHUP.
+
+    Return whether it was installed: a signal that is ignored, or that has a handler, keeps its
+    handling.
+    """
     if not _thread.is_main or signal.getsignal(number) is not signal.SIG_DFL:
         return False
     signal.signal(number, _on_ending)
@@ -416,8 +445,10 @@ def _raise_or_wait(frame: FrameType | None) -> None:
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Return whether an exception raised in this frame could not propagate to a caller that catches
-    it: under a C callback, under `__del__`, or during an import."""
+    """Return whether an exception raised in this frame could not reach a caller that catches it.
+
+    This is so under a C callback, under `__del__`, and during an import.
+    """
     while frame is not None:
         code = frame.f_code
         if (

@@ -28,16 +28,19 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int:
-    """Return the default number of compute threads: the usable cores, but if there are more than
-    four, no more than the physical cores."""
+    """Return the default number of compute threads.
+
+    It is the number of usable cores, but above four no more than the number of physical cores.
+    """
     allowed = usable_cores()
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical) if allowed > 4 else allowed)
 
 
 def compute_threads(requested: int | None) -> int:
-    """Return the number of compute threads: the requested number, but at most the usable cores. If
-    none was requested, return the default.
+    """Return the number of compute threads: the requested number, but at most the usable cores.
+
+    If none was requested, return the default.
 
     With more threads than cores, threads wait for each other at every barrier, and a token takes
     minutes.

@@ -16,7 +16,6 @@ from orchestrator.events import SKIP_TIER
 from orchestrator.policy import POLICIES, Policy, known_policies, policy_settings
 from orchestrator.settings import (
     ANSWER,
-    FROM_0,
     MEMORY,
     MODEL,
     MORE,
@@ -24,7 +23,7 @@ from orchestrator.settings import (
     RATE,
     SIZE,
     Settings,
-    again,
+    inherit,
     setting,
 )
 
@@ -311,7 +310,7 @@ class Config(Settings):
     )
     policy: str | None = setting(
         None,
-        f"Policy that decides which experts stay in memory: {', '.join(known_policies())}.",
+        lambda: f"Policy that decides which experts stay in memory: {', '.join(known_policies())}.",
         shown="by fit",
         group=MORE,
     )
@@ -379,29 +378,29 @@ class Config(Settings):
         shown="rest of context",
         group=ANSWER,
     )
-    temp: float = again(Sampling, "temp")
-    top_k: int = again(Sampling, "top_k")
-    top_p: float = again(Sampling, "top_p")
-    min_p: float = again(Sampling, "min_p")
-    seed: int | None = again(Sampling, "seed")
-    stop: tuple[str, ...] = again(Sampling, "stop")
-    typical_p: float | None = again(Sampling, "typical_p")
-    top_n_sigma: float | None = again(Sampling, "top_n_sigma")
-    repeat_penalty: float | None = again(Sampling, "repeat_penalty")
-    repeat_last_n: int | None = again(Sampling, "repeat_last_n")
-    presence_penalty: float | None = again(Sampling, "presence_penalty")
-    frequency_penalty: float | None = again(Sampling, "frequency_penalty")
-    dry_multiplier: float | None = again(Sampling, "dry_multiplier")
-    dry_base: float | None = again(Sampling, "dry_base")
-    dry_allowed_length: int | None = again(Sampling, "dry_allowed_length")
-    dry_penalty_last_n: int | None = again(Sampling, "dry_penalty_last_n")
-    xtc_probability: float | None = again(Sampling, "xtc_probability")
-    xtc_threshold: float | None = again(Sampling, "xtc_threshold")
-    mirostat: int | None = again(Sampling, "mirostat")
-    mirostat_tau: float | None = again(Sampling, "mirostat_tau")
-    mirostat_eta: float | None = again(Sampling, "mirostat_eta")
-    dynatemp_range: float | None = again(Sampling, "dynatemp_range")
-    dynatemp_exponent: float | None = again(Sampling, "dynatemp_exponent")
+    temp: float = inherit(Sampling, "temp")
+    top_k: int = inherit(Sampling, "top_k")
+    top_p: float = inherit(Sampling, "top_p")
+    min_p: float = inherit(Sampling, "min_p")
+    seed: int | None = inherit(Sampling, "seed")
+    stop: tuple[str, ...] = inherit(Sampling, "stop")
+    typical_p: float | None = inherit(Sampling, "typical_p")
+    top_n_sigma: float | None = inherit(Sampling, "top_n_sigma")
+    repeat_penalty: float | None = inherit(Sampling, "repeat_penalty")
+    repeat_last_n: int | None = inherit(Sampling, "repeat_last_n")
+    presence_penalty: float | None = inherit(Sampling, "presence_penalty")
+    frequency_penalty: float | None = inherit(Sampling, "frequency_penalty")
+    dry_multiplier: float | None = inherit(Sampling, "dry_multiplier")
+    dry_base: float | None = inherit(Sampling, "dry_base")
+    dry_allowed_length: int | None = inherit(Sampling, "dry_allowed_length")
+    dry_penalty_last_n: int | None = inherit(Sampling, "dry_penalty_last_n")
+    xtc_probability: float | None = inherit(Sampling, "xtc_probability")
+    xtc_threshold: float | None = inherit(Sampling, "xtc_threshold")
+    mirostat: int | None = inherit(Sampling, "mirostat")
+    mirostat_tau: float | None = inherit(Sampling, "mirostat_tau")
+    mirostat_eta: float | None = inherit(Sampling, "mirostat_eta")
+    dynatemp_range: float | None = inherit(Sampling, "dynatemp_range")
+    dynatemp_exponent: float | None = inherit(Sampling, "dynatemp_exponent")
     think: str | None = setting(
         None,
         "Turn the thinking of a reasoning model on or off.",
@@ -459,12 +458,6 @@ class Config(Settings):
     importance_window: int = setting(
         32, "Number of queries for importance=window.", within=(1, 65536), option=False
     )
-    exact_tiers: bool = setting(
-        False,
-        "Compute a low request in low even if a high copy is in memory, to measure quality.",
-        option=False,
-    )
-    io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
     direct_io: bool = setting(True, "Read around the page cache.", option=False)
     use_extra_bufts: bool | None = setting(
         None,
@@ -485,44 +478,6 @@ class Config(Settings):
         shown="if the file has one precision and --ram is not given",
         option=False,
     )
-    force_managed: bool = setting(
-        False, "Manage experts in the store even if everything fits.", option=False
-    )
-    logits_all: bool = setting(
-        False, "Allocate logits for every token of a batch, for evaluation.", option=False
-    )
-    scored: int = setting(
-        0,
-        "Largest part of a prompt, in tokens, whose logits are computed at once for scoring.",
-        within=FROM_0,
-        option=False,
-    )
-    sequences: int = setting(
-        0,
-        "Number of sequences that may decode in addition to number 0. All share the context.",
-        within=(0, MOST_SEQUENCES),
-        option=False,
-    )
-    beside: int = setting(
-        0,
-        "Bytes that the process needs in addition to the model and a chat.",
-        within=FROM_0,
-        unit=SIZE,
-        option=False,
-    )
-    beside_token: int = setting(
-        0,
-        "Like `beside`, for each token of the vocabulary.",
-        within=FROM_0,
-        unit=SIZE,
-        option=False,
-    )
-    conversations: bool = setting(
-        False,
-        "Reserve memory for earlier prompts, and shrink the expert cache when the context and "
-        "scratch memory grow.",
-        option=False,
-    )
     remember: bool | None = setting(
         None,
         "Save usage statistics of a model in the user cache: how often each expert is used, and "
@@ -531,15 +486,30 @@ class Config(Settings):
         conversation=True,
         group=MORE,
     )
+    # Settings of measurements and studies.
+    force_managed: bool = setting(
+        False, "Manage experts in the store even if everything fits.", option=False
+    )
+    logits_all: bool = setting(
+        False, "Allocate logits for every token of a batch, for evaluation.", option=False
+    )
+    exact_tiers: bool = setting(
+        False,
+        "Compute a low request in low even if a high copy is in memory, to measure quality.",
+        option=False,
+    )
+    io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
     of_policies: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def build(cls, **settings: Any) -> Config:
         """Return a checked configuration, from settings of `Config` and of policies.
 
-        None for a policy's setting counts as not given. Raises ConfigError for an unknown name
-        (with the nearest known one), a wrong type, or a value out of range.
+        None for a policy's setting counts as not given. `policy` may also be a class, or
+        "module:Class". Raises ConfigError for an unknown name (with the nearest known one), a wrong
+        type, or a value out of range, and PolicyError for a class that cannot be used.
         """
+        settings["policy"] = policy_name(settings.get("policy"))
         own, others = cls.declared(), policy_settings()
         known = {**own, **others}
         for key, value in settings.items():
@@ -551,7 +521,6 @@ class Config(Settings):
                 settings[key] = Path(value)
         if settings.get("model") is None:
             raise ConfigError("the setting 'model' is missing")
-        check_policy(settings.get("policy"))
         if settings.get("exact"):
             settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
@@ -577,8 +546,10 @@ class Config(Settings):
         return getattr(self, name) if name in self.declared() else self.of_policies.get(name)
 
     def of_run(self) -> dict[str, Any]:
-        """Return all settings that can change the resolved plan: all except the model, those of
-        answers, and the size of the prompt cache."""
+        """Return all settings that can change the resolved plan.
+
+        They are all except the model, those of answers, and the size of the prompt cache.
+        """
         apart = ("model", "prompt_cache_limit")
         kept = [name for name, each in self.declared().items() if not each.answer]
         own = {name: getattr(self, name) for name in kept if name not in apart}
@@ -629,10 +600,17 @@ class Config(Settings):
         return policy.Settings.of(self.of_policies)
 
 
-def check_policy(name: str | None) -> None:
-    """Raise SettingError if there is no policy of this name. None is allowed."""
-    if name is not None:
-        replace(Config.declared()["policy"], choices=known_policies()).check(name)
+def policy_name(given: str | type[Policy] | None) -> str | None:
+    """Return the name of a policy that is given by its name, as "module:Class", or as a class.
+
+    None is allowed. Raises SettingError if there is no policy of this name, and PolicyError for a
+    class that cannot be used.
+    """
+    if given is None:
+        return None
+    name = POLICIES.named(given)
+    replace(Config.declared()["policy"], choices=known_policies()).check(name)
+    return name
 
 
 def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,19 @@
-"""Every error that a user can cause or meet, derived from one base class.
+"""Every error that a user can cause or meet, derived from one base class, MoeEdgeError.
 
 The command line prints a MoeEdgeError as one sentence. Any other exception is a bug and keeps its
-traceback.
+traceback. docs/python.md lists what a caller can do about each of these classes.
 """
 
 from gguf_tools.errors import GGUFError as GGUFError
+from gguf_tools.errors import HubError as HubError
 from gguf_tools.errors import MoeEdgeError as MoeEdgeError
 
 
 def sentence_of(error: Exception) -> str:
-    """Return why a step failed: the message of a MoeEdgeError, or the exception that a policy
-    raised."""
+    """Return why a step failed.
+
+    It is the message of a MoeEdgeError, or the exception that a policy raised.
+    """
     if isinstance(error, MoeEdgeError):
         return str(error)
     return f"the policy failed: {type(error).__name__}: {error}"
@@ -60,9 +63,34 @@ class TiersError(PolicyError):
         self.problem = problem
 
 
+class LossTableError(ConfigError):
+    """A loss table that cannot be used.
+
+    problem: the sentence without the remedy.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}: {remedy}")
+        self.problem = problem
+
+
+class NoLossTableError(ConfigError):
+    """An allowed loss without a usable loss table, which `moe-edge calibrate` would make."""
+
+
 class ProfileError(MoeEdgeError):
     """A profile of expert usage that is damaged or belongs to another model."""
 
 
 class TraceError(MoeEdgeError):
     """A recorded trace that cannot be read or does not fit its purpose."""
+
+
+class ResourceError(MoeEdgeError):
+    """The operating system refuses a resource, such as a thread, a file descriptor or disk
+    space.
+    """
+
+
+class ClosedError(MoeEdgeError):
+    """The model is closed, or it belongs to the process from which this one was forked."""

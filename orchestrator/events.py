@@ -32,8 +32,11 @@ def served(asked: int, resident: int) -> int: ...
 @overload
 def served(asked: int | np.ndarray, resident: np.ndarray) -> np.ndarray: ...
 def served(asked: int | np.ndarray, resident: int | np.ndarray) -> int | np.ndarray:
-    """Return the tier in which an expert is computed: the requested tier, or a better one if it is
-    resident. asked: a tier or SKIP. resident: the best tier in memory, or ABSENT."""
+    """Return the tier in which an expert is computed.
+
+    It is the requested tier, or a better one if it is resident. asked: a tier or SKIP. resident:
+    the best tier in memory, or ABSENT.
+    """
     if isinstance(asked, int) and isinstance(resident, int):
         return asked if asked == SKIP else min(asked, resident)
     found: np.ndarray = np.where(np.equal(asked, SKIP), SKIP, np.minimum(asked, resident))
@@ -123,8 +126,10 @@ class RouteEvent:
 
     @property
     def filled(self) -> tuple[np.ndarray, np.ndarray]:
-        """ids_array and weights_array with the width of the layer with the largest k. Columns from
-        k on repeat the row's first expert with weight 0."""
+        """ids_array and weights_array with the width of the layer with the largest k.
+
+        Columns from k on repeat the row's first expert with weight 0.
+        """
         return self._ids[: self.n_tokens], self._weights[: self.n_tokens]
 
     @property
@@ -161,7 +166,7 @@ class StoreView:
     """
 
     def __init__(self, resident: np.ndarray, missing: np.ndarray) -> None:
-        """resident and missing: uint8 [n_layers, n_expert]."""
+        """Wrap two arrays of the store: resident and missing, uint8 [n_layers, n_expert]."""
         self.resident, self.missing = _rows(resident, "B"), _rows(missing, "B")
         self.resident_array = _frozen(resident)
 
@@ -176,7 +181,7 @@ class DecisionBuffer:
     """
 
     def __init__(self, tier: np.ndarray, passing: np.ndarray, prefetch: np.ndarray) -> None:
-        """tier and passing: uint8 [n_expert]; prefetch: int64 [capacity]. All are writable."""
+        """Wrap writable arrays: tier, passing (uint8 [n_expert]) and prefetch (int64)."""
         self.tier = tier.data
         self.tier_array = tier
         self.passing_array = passing
@@ -185,8 +190,10 @@ class DecisionBuffer:
         self.renormalize = False
 
     def prefetch(self, layer: int, expert: int, tier: int, passing: int = 0) -> None:
-        """Request an expert before it is needed; call in order of urgency. Requests over the
-        buffer's capacity are dropped, because a prefetch is optional."""
+        """Request an expert before it is needed; call in order of urgency.
+
+        Requests over the buffer's capacity are dropped, because a prefetch is optional.
+        """
         n = self.n_prefetch
         if n < len(self._prefetch):
             self._prefetch[n] = layer | expert << 16 | tier << 32 | passing << 48
@@ -195,8 +202,10 @@ class DecisionBuffer:
     def prefetch_all(
         self, layer: int, experts: Sequence[int], tier: int, kinds: int = ALL_KINDS
     ) -> None:
-        """Call prefetch() for each expert, in one Python call to save time in a decode step. kinds:
-        bit mask of matrix kinds."""
+        """Call prefetch() for each expert, in one Python call to save time in a decode step.
+
+        kinds: bit mask of matrix kinds.
+        """
         prefetch, n = self._prefetch, self.n_prefetch
         rest = layer | tier << 32 | kinds << 40
         for expert in experts[: len(prefetch) - n]:
@@ -225,8 +234,9 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one finished step to the policy. n_tokens: tokens in it. us: microseconds from
-    start to end.
+    """The report of one finished step to the policy.
+
+    n_tokens: tokens in it. us: microseconds from start to end.
 
     Arrays [n_layers, n_expert] that the policy may request; None if it did not request them for
     this step: counts, the tokens routed to each expert since the last report that included counts;

@@ -13,10 +13,10 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from orchestrator.errors import ConfigError, SettingError
 
@@ -158,15 +158,16 @@ class Setting:
         return value
 
 
-def setting(default: Any, help: str, **said: Any) -> Any:
+def setting(default: Any, help: str | Callable[[], str], **said: Any) -> Any:
     """Return a dataclass field that declares a setting.
 
-    default: MISSING if a value has to be given. said: fields of `Setting`.
+    default: MISSING if a value has to be given. help: a text, or a function that returns it, which
+    is called when the declarations are first read. said: fields of `Setting`.
     """
     return field(default=default, metadata={_DECLARED: {"help": help, **said}})
 
 
-def again(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
+def inherit(record: type[Settings], name: str, default: Any = MISSING, **changes: Any) -> Any:
     """Return a field that repeats the declaration `name` of another record.
 
     default: replaces the default, if given. changes: replace fields of `Setting`.
@@ -179,7 +180,12 @@ def again(record: type[Settings], name: str, default: Any = MISSING, **changes: 
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of settings records. Construction checks all values and raises SettingError."""
+    """Base class of settings records. Construction checks all values and raises SettingError.
+
+    usual: values that a policy uses for settings that are None.
+    """
+
+    usual: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     @cache
@@ -205,6 +211,11 @@ class Settings:
         known = cls.declared()
         return cls(**{k: v for k, v in given.items() if k in known and v is not None})
 
+    def with_usual(self: S) -> S:
+        """Return the record with the usual values for settings that are None."""
+        missing = {name: v for name, v in self.usual.items() if getattr(self, name) is None}
+        return replace(self, **missing) if missing else self
+
     @classmethod
     def changed(cls: type[S], recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> S:
         """Return the record of a recorded run, with some settings changed."""
@@ -212,8 +223,10 @@ class Settings:
 
     @classmethod
     def without_effect(cls, asked: Mapping[str, Any]) -> str | None:
-        """Return a sentence about a setting that has no effect in combination with the others, or
-        None."""
+        """Return a sentence about a setting that has no effect in combination with the others.
+
+        Return None if there is no such setting.
+        """
         return None
 
     def as_dict(self) -> dict[str, Any]:
@@ -224,6 +237,8 @@ class Settings:
 def _declaration(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Setting:
     """Return the declaration of a field. hint: its type annotation."""
     said = dict(metadata[_DECLARED])
+    if callable(said["help"]):
+        said["help"] = said["help"]()
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
     optional = type(None) in kinds
@@ -244,8 +259,10 @@ def flag_of(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size such as "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" or
-    "8388608" to bytes.
+    """Parse a size to bytes.
+
+    Examples are "6GiB", "6G" (the same), "1.5 GiB", "500MB" (a power of ten), "4096B" and
+    "8388608".
 
     Raises ConfigError for anything else, for 0 and for 2**60 or more. A number below 1 MiB without
     a unit is refused as well, because it usually means GiB.

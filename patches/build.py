@@ -95,8 +95,11 @@ class Plan:
 
     @property
     def build_dir(self) -> Path:
-        """The build folder. There is one for each combination of flags and toolchain, so that
-        objects of different compilers are never mixed."""
+        """The build folder.
+
+        There is one for each combination of flags and toolchain, so that objects of different
+        compilers are never mixed.
+        """
         parts = [*self.flags, self.tools.identity, self.tools.generator, str(self.tools.ccache)]
         parts += [self.tools.cc, self.tools.cxx, self.upstream.sha256]
         return cache_dir() / "build" / _digest(parts)[:16]
@@ -257,8 +260,10 @@ def our_warnings(log: str) -> list[str]:
 
 
 def _boot() -> str:
-    """Return a text that identifies the current boot of the machine, or a random text if there is
-    none."""
+    """Return a text that identifies the current boot of the machine.
+
+    The text is random if the system does not tell.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -347,8 +352,10 @@ print(json.dumps([missing, abi]))
 
 
 def check_libraries(libraries: list[Path]) -> None:
-    """Load the built libraries in a child process and check the ABI version and the exported
-    functions."""
+    """Load the built libraries in a child process.
+
+    Check the ABI version and the exported functions.
+    """
     if not any(path.stem == "libllama" for path in libraries):
         raise BuildError("the build has not produced libllama")
     abi, symbols = header_symbols() if read_series() else (None, [])

@@ -21,8 +21,10 @@ DEFAULT_ARCH = 80
 
 
 def flags(arch: str | None) -> tuple[list[str], list[str]]:
-    """Return the cmake definitions for CUDA and the library folders for the run path. Raises
-    BuildError."""
+    """Return the cmake definitions for CUDA and the library folders for the run path.
+
+    Raises BuildError.
+    """
     nvcc = probe.need_nvcc()
     root = probe.toolkit_root(nvcc)
     header = "include/cublas_v2.h"
@@ -42,8 +44,9 @@ def flags(arch: str | None) -> tuple[list[str], list[str]]:
 
 
 def architectures(nvcc: str, capabilities: Iterable[int]) -> str:
-    """Return the value of CMAKE_CUDA_ARCHITECTURES for GPUs of these compute capabilities, such as
-    89.
+    """Return the value of CMAKE_CUDA_ARCHITECTURES for GPUs of these compute capabilities.
+
+    A capability is a number such as 89.
 
     The result names real code for GPUs that nvcc supports. For newer ones it names virtual code,
     which the driver compiles when it is first loaded. Raises BuildError for a GPU that nvcc no
@@ -74,8 +77,10 @@ def _code_for(capability: int, offered: list[int]) -> str:
 
 
 def offered_architectures(nvcc: str) -> list[int]:
-    """Return the compute capabilities that nvcc supports, in increasing order. Raises
-    BuildError."""
+    """Return the compute capabilities that nvcc supports, in increasing order.
+
+    Raises BuildError.
+    """
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = sorted(int(number) for number in re.findall(r"^compute_(\d+)$", done.stdout, re.M))
     if done.returncode != 0 or not found:
@@ -140,8 +145,10 @@ def overlay(root: Path, nvcc: str) -> Path:
 
 
 def _installed(major: int) -> list[Path]:
-    """Return the headers and libraries of an installed package nvidia-cublas for this CUDA version,
-    or an empty list."""
+    """Return the headers and libraries of an installed package nvidia-cublas.
+
+    The package must be for this CUDA version. Return an empty list if there is none.
+    """
     roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         base = Path(os.environ.get(variable) or os.devnull)

@@ -82,8 +82,10 @@ def locate() -> Environment:
 
 
 def ensure(env: Environment) -> None:
-    """Create `.venv` if necessary. Raises BuildError if that fails or the environment has no
-    pip."""
+    """Create `.venv` if necessary.
+
+    Raises BuildError if that fails or the environment has no pip.
+    """
     if env.created and not _has_pip(env.python):
         if sys.version_info < PYTHON_AT_LEAST:
             raise BuildError(_too_old(sys.version_info[:2]))
@@ -122,8 +124,11 @@ def _too_old(version: Sequence[int]) -> str:
 
 
 def inspect(env: Environment) -> dict[str, Any]:
-    """Return the environment's Python version, the build record and the folder of its llama_cpp
-    package, and the names of all packages. A value is None if it does not exist."""
+    """Return the environment's Python version, build record and packages.
+
+    The record and the folder of llama_cpp are those of its package. A value is None if it does not
+    exist.
+    """
     report: dict[str, Any] = {"version": None, "stamp": None, "names": [], "llama_cpp": None}
     if env.python.exists():
         command = [str(env.python), "-I", "-c", INSPECT, wheel.STAMP]
@@ -146,8 +151,9 @@ def install(
     extras: set[str],
     choices: dict[str, str],
 ) -> bool:
-    """Install the wheel and moe-edge with its extras. Return False if everything was installed
-    already.
+    """Install the wheel and moe-edge with its extras.
+
+    Return False if everything was installed already.
 
     Extras that were installed before are kept.
 

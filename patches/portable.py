@@ -99,7 +99,7 @@ def digest_of_patches() -> str:
 def build_wheel(upstream: Upstream, sdist: Path | None, jobs: int | None, folder: Path) -> Path:
     """Build the wheel for the machine type of the compiler's target, and return its path.
 
-    Only what has changed is compiled. Raises BuildError.
+    Only changed sources are compiled. Raises BuildError.
     """
     tools, patches = probe.find_toolchain(), digest_of_patches()
     machine = _printed(tools.cc, "-dumpmachine").partition("-")[0]
@@ -186,8 +186,10 @@ def build_cuda_wheel(
 def write_cuda(
     libraries: Sequence[Path], major: int, texts: Mapping[str, bytes], folder: Path
 ) -> Path:
-    """Write a wheel with the given CUDA libraries, which must have been built from the current
-    patches."""
+    """Write a wheel with the given CUDA libraries.
+
+    They must have been built from the current patches.
+    """
     about = project()
     lines = (
         *("Metadata-Version: 2.1", "Name: moe-edge-cuda", f"Version: {about['version']}"),
@@ -209,8 +211,10 @@ def write(
     folder: Path,
     machine: str = MACHINE,
 ) -> Path:
-    """Write a wheel atomically, including our licence and those of GCC's libraries. Return its
-    path."""
+    """Write a wheel atomically, including our licence and those of GCC's libraries.
+
+    Return its path.
+    """
     texts = {**texts, "licenses/LICENSE": (REPO / "LICENSE").read_bytes()}
     for number, place in enumerate(GCC_LICENCES):
         if not Path(place).is_file():
@@ -274,7 +278,7 @@ def our_files() -> dict[str, bytes]:
         path
         for package in ("gguf_tools", "orchestrator")
         for path in (REPO / package).rglob("*")
-        if path.suffix in (".py", ".typed", ".html", ".json")
+        if path.suffix in (".py", ".typed", ".html", ".json", ".txt")
     ]
     entries = {str(path.relative_to(REPO)): path.read_bytes() for path in found}
     for path in (REPO / "models" / "demo").glob("*"):
@@ -300,8 +304,10 @@ def requirements() -> list[str]:
 
 
 def metadata(upstream: Upstream, machine: str = MACHINE) -> bytes:
-    """Return the wheel's METADATA. The requirements do not include the bindings, which the wheel
-    contains."""
+    """Return the wheel's METADATA.
+
+    The requirements do not include the bindings, which the wheel contains.
+    """
     about = project()
     summary = about["description"] + UNTRIED.get(machine, "")
     lines = [

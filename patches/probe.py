@@ -143,8 +143,10 @@ def find_toolchain() -> Toolchain:
 
 
 def _macros(compiler: str, language: str) -> str:
-    """Return the predefined macros with -march=native, which identify compiler version and CPU
-    features."""
+    """Return the predefined macros with -march=native.
+
+    They identify compiler version and CPU features.
+    """
     for flags in (["-march=native"], ["-mcpu=native"], []):
         command = [compiler, *flags, "-x", language, "-dM", "-E", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,5 +1,7 @@
-"""Show the progress of a build on stderr: a live line on a terminal, otherwise a line every 15
-s."""
+"""Show the progress of a build on stderr.
+
+On a terminal it is a live line, otherwise a line every 15 s.
+"""
 
 from __future__ import annotations
 

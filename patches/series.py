@@ -176,8 +176,10 @@ def apply_series(patches: list[Patch], sdist: Sdist) -> dict[str, bytes]:
 
 
 def diff_file(name: str, old: bytes | None, new: bytes | None) -> str:
-    """Return the unified diff of one file, without dates. None means that the file does not
-    exist."""
+    """Return the unified diff of one file, without dates.
+
+    None means that the file does not exist.
+    """
     with tempfile.TemporaryDirectory(prefix="moe-edge-diff.") as folder:
         sides = []
         for side, data in (("a", old), ("b", new)):
@@ -205,8 +207,10 @@ def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes])
 
 
 def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
-    """Return the problems that need the source: patches that do not apply or are not in refreshed
-    form."""
+    """Return the problems that need the source.
+
+    These are patches that do not apply or are not in refreshed form.
+    """
     try:
         new = apply_series(patches, sdist)
     except BuildError as error:
@@ -251,8 +255,7 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
 def read_edited(
     sdist: Sdist, upstream: Upstream, tree: Path, owned: set[str]
 ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return the original and the edited contents of all files that are owned or that were
-    edited."""
+    """Return the original and the edited contents of all files that are owned or edited."""
     prefix = upstream.source + "/"
     if (tree / upstream.source).is_dir():
         prefix = ""

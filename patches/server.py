@@ -70,7 +70,7 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
 
 
 def _installed(path: Path, target: Path) -> Path:
-    """Put a file at a target by replacing what is there, which other processes may have loaded."""
+    """Put a file at a target by replacing the file, which other processes may have loaded."""
     if not (target.exists() and filecmp.cmp(path, target)):
         part = target.with_name(f"{target.name}.{os.getpid()}")
         try:

@@ -38,8 +38,10 @@ from patches.upstream import (
 
 
 def options(args: argparse.Namespace, remembered: dict[str, object]) -> build.Options:
-    """Return the build options: from the command line, otherwise from the last setup, otherwise
-    auto."""
+    """Return the build options.
+
+    They are from the command line, otherwise from the last setup, otherwise auto.
+    """
     return build.Options(
         gpu=str(args.gpu or remembered.get("gpu", "auto")),
         amx=str(args.amx or remembered.get("amx", "auto")),
@@ -88,8 +90,7 @@ def cmd_setup(args: argparse.Namespace) -> int:
 
 
 def cmd_wheel(args: argparse.Namespace) -> int:
-    """Build a wheel of moe-edge or moe-edge-cuda that runs on other machines, and print its
-    path."""
+    """Build a wheel of moe-edge or moe-edge-cuda for other machines, and print its path."""
     given = read_upstream(), args.sdist, args.jobs, args.folder
     if args.gpu:
         chosen = args.cuda_arch or portable.CUDA_ARCHITECTURES
@@ -168,8 +169,7 @@ def cmd_source(args: argparse.Namespace) -> int:
 
 
 def cmd_part(args: argparse.Namespace) -> int:
-    """Write an archive with the part of the source that is needed for building, and print its
-    path."""
+    """Write an archive with the source that is needed for building, and print its path."""
     upstream = read_upstream()
     target = args.folder / upstream.sdist_name
     write_part(fetch_sdist(upstream, args.sdist), upstream, target)

@@ -125,8 +125,10 @@ def _unpack(sdist_path: Path, upstream: Upstream, root: Path) -> None:
 
 
 def _damaged(root: Path, manifest: Manifest, wanted: set[str]) -> set[str]:
-    """Delete files that do not belong to the tree. Return the release's files that must be
-    restored."""
+    """Delete files that do not belong to the tree.
+
+    Return the release's files that must be restored.
+    """
     intact = set()
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name != "__pycache__"]

@@ -1,5 +1,7 @@
-"""The pinned llama-cpp-python release: its description, its place in the cache, and its
-download."""
+"""The pinned llama-cpp-python release.
+
+Its description, its place in the cache, and its download.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,10 @@ def read_upstream(path: Path = PATCHES / "UPSTREAM") -> Upstream:
 
 
 def cache_dir() -> Path:
-    """Return the user's cache folder for moe-edge, as orchestrator/cache/files.py does, and create
-    it."""
+    """Return the user's cache folder for moe-edge, and create it.
+
+    It is the folder that orchestrator/cache/files.py returns.
+    """
     root = os.environ.get("XDG_CACHE_HOME", "")
     path = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moe-edge"
     path.mkdir(parents=True, exist_ok=True)
@@ -121,8 +125,10 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file atomically: it has either its old or its new content, even if the process
-    dies."""
+    """Write a file atomically.
+
+    It has either its old or its new content, even if the process dies.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -141,18 +147,18 @@ def publishing(folder: Path, keep: int) -> Iterator[Path]:
 
     Of the folders next to it, only the `keep` newest are kept. The caller must hold the build lock.
     """
-    beside = folder.parent
-    beside.mkdir(parents=True, exist_ok=True)
-    for stale in beside.glob(".publish.*"):
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(".publish.*"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".publish.") as above:
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".publish.") as above:
         stage = Path(above) / "stage"
         stage.mkdir()
         yield stage
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(stage, folder)
-    by_age = sorted(beside.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    by_age = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in by_age[keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -173,8 +179,9 @@ def cached_sdist(upstream: Upstream) -> Path | None:
 
 
 def fetch_sdist(upstream: Upstream, given: Path | None = None) -> Path:
-    """Return the path of the source distribution, and download it with pip if it is not in the
-    cache.
+    """Return the path of the source distribution.
+
+    Download it with pip if it is not in the cache.
 
     given: a local copy to use instead, or an archive that `write_part` wrote.
     Raises BuildError if the file is not the pinned release. In this case none of it was executed.
@@ -305,8 +312,10 @@ def content_digest(files: dict[str, bytes]) -> str:
 
 
 def is_pinned(path: Path, upstream: Upstream) -> bool:
-    """Return whether a file is the pinned source distribution, or exactly the part of it for
-    building."""
+    """Return whether a file is the pinned source distribution.
+
+    The part of it for building counts, too, if it is exactly that part.
+    """
     if sha256_file(path) == upstream.sha256:
         return True
     try:

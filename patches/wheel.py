@@ -64,8 +64,10 @@ def write(
 
 
 def licences(root: Path, upstream: Upstream) -> dict[str, bytes]:
-    """Return the licence files of the bindings, of llama.cpp and of its dependencies, by their
-    names in the wheel's .dist-info folder."""
+    """Return the licence files of the bindings, of llama.cpp and of its dependencies.
+
+    They are listed by their names in the wheel's .dist-info folder.
+    """
     source = root / upstream.source
     files = {"LICENSE.md": root / "LICENSE.md", "LICENSE.llama.cpp": source / "LICENSE"}
     files |= {file.name: file for file in sorted((source / "licenses").glob("*"))}

@@ -1,5 +1,8 @@
-"""What every test gets: a user folder of its own, and GPU tests that say why they skip; what many
-want: the built library, and models of random weights; and which tests `make test` leaves out."""
+"""Shared fixtures, and the list of tests that `make test` skips (`REST`).
+
+Each test gets a temporary home folder. GPU tests are skipped with a reason if there is no GPU. The
+fixtures provide the built library and models with random weights.
+"""
 
 import os
 import re
@@ -13,8 +16,8 @@ from real_cache import REAL_CACHE
 from patches import probe
 
 HERE = Path(__file__).parent
-# What `make test` leaves to `make test-all`: the reason, and what such tests' ids begin with, as
-# regular expressions. `pytest` alone runs everything that it is pointed at.
+# Tests that `make test` skips and `make test-all` runs. Key: the reason. Values: regular
+# expressions that match the start of a test id. `pytest PATH` runs every test in the path.
 REST = {
     "further families: one of each kind of attention, router and tokenizer is in `make test`": (
         r"tests/unit/convert/test_families\.py::.*\["
@@ -26,8 +29,8 @@ REST = {
         r"(?!(gemma4|llama4|nemotron_h_moe|qwen4exp|deepseek32|minimax-m3|step35|grovemoe)\])",
         r"tests/native/test_architectures\.py::test_(two_precisions|a_prompt)\w*\[(?!gemma4)",
     ),
-    "the emulated GPU: that it computes and keeps to its memory is in `make test`; shapes, lost "
-    "cards and what the emulation notices are here": (
+    "the emulated GPU: correct results and the VRAM limit are in `make test`; shapes, "
+    "lost GPUs and the checks of the emulation itself are left out": (
         r"tests/native/cuda/test_(bench|counts|fused|lost|near_host)\.py::.*\[emulated",
         r"tests/native/cuda/test_strictness\.py",
         r"tests/native/cuda/test_kernels\.py::.*\[emulated",
@@ -73,24 +76,24 @@ REST = {
     ),
 }
 
-# ggml's threads are OpenMP's, which spin while they wait: on cores that others use, too, that takes
-# several times the time of the work. Read when the library is loaded.
+# OpenMP threads spin while they wait. On cores that other processes use too, that takes several
+# times the time of the work itself. OpenMP reads the variable when the library is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# How long an example takes says something of the machine alone. All else stays, CI's own choice of
-# examples among it.
+# The duration of an example depends only on the machine, so there is no deadline. All other
+# settings stay, including Hypothesis' own profile for CI.
 settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
 
-# A runner started in the background ignores Ctrl-C, and what it starts inherits that.
+# A test runner in the background ignores Ctrl-C, and the programs that it starts inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def user_folder(tmp_path_factory, monkeypatch):
-    """A temporary home: no test reads or writes the user's own files."""
+    """Set a temporary home folder, so that no test reads or writes the user's files."""
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     for name in ("CACHE", "CONFIG", "DATA", "STATE"):
@@ -103,14 +106,14 @@ def user_folder(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def real_cache(monkeypatch):
-    """The user's own moe-edge cache folder, for tests of what `make build` left there."""
+    """The user's own moe-edge cache folder, for tests of the files that `make build` left there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(REAL_CACHE.parent))
     yield REAL_CACHE
 
 
 @pytest.fixture(scope="session")
 def library():
-    """The patched llama.cpp that is installed."""
+    """The installed patched llama.cpp."""
     from orchestrator.errors import NativeError
     from orchestrator.native.llama import Bindings
 
@@ -122,7 +125,10 @@ def library():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """tiny_model(shape, *tiers, seed=0): a random-weight GGUF, written once a session."""
+    """Return the function tiny_model(shape, *tiers, seed=0).
+
+    It returns the path of a GGUF file with random weights, which is written once per session.
+    """
     from gguf_tools import synthetic
 
     folder = tmp_path_factory.mktemp("models")
@@ -136,7 +142,7 @@ def tiny_model(tmp_path_factory):
     return make
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are picked by their marks
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by mark
 def pytest_collection_modifyitems(config, items):
     rest = [each for patterns in REST.values() for each in patterns]
     for item in items:
@@ -145,7 +151,7 @@ def pytest_collection_modifyitems(config, items):
     files = [path.relative_to(config.rootpath).as_posix() for path in HERE.rglob("test_*.py")]
     for each in rest:
         if not any(re.match(each.partition("::")[0], file) for file in files):
-            raise pytest.UsageError(f"REST in tests/conftest.py: no file is {each}")
+            raise pytest.UsageError(f"REST in tests/conftest.py: {each} matches no test file")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -156,6 +162,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    """Print the reasons for which tests were skipped, or run in addition."""
     if "rest" in config.option.markexpr:
         left = config.option.markexpr == "not rest"
         terminalreporter.section("left to `make test-all`" if left else "beyond `make test`")

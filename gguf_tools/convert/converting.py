@@ -166,8 +166,10 @@ class CheckpointFile(GGUFFile):
             yield Path(file.name)
 
     def bytes_at(self, offset: int, nbytes: int) -> Bytes:
-        """Return the bytes [nbytes] at a file offset. The range must be within one tensor or within
-        the header."""
+        """Return the bytes [nbytes] at a file offset.
+
+        The range must be within one tensor or within the header.
+        """
         if offset < self.data_offset:
             return super().bytes_at(offset, nbytes)
         info = self._infos[bisect_right(self._offsets, offset) - 1]

@@ -84,8 +84,10 @@ def _whole(value: Any) -> Any:
 
 
 def _stacked(node: Any) -> Any:
-    """Return the tensors that a node stacks along a new first dimension, or None for any other
-    node."""
+    """Return the tensors that a node stacks along a new first dimension.
+
+    Return None for any other node.
+    """
     is_stack = getattr(node._func, "__name__", "") == "stack" and len(node._args) == 1
     return node._args[0] if is_stack and node._kwargs in ({}, {"dim": 0}) else None
 

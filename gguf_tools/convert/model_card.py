@@ -50,8 +50,11 @@ def read_model_card(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _front_matter(path: Path) -> str | None:
-    """Return the lines between two `---` at the start of a file, or None if there is no front
-    matter. Raises ValueError, with the reason, if the front matter cannot be read."""
+    """Return the lines between two `---` at the start of a file.
+
+    Return None if there is no front matter. Raises ValueError, with the reason, if the front matter
+    cannot be read.
+    """
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -115,8 +118,10 @@ def _is_entry(key: str, value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a text that can be encoded. YAML escapes can make lone surrogates,
-    which cannot."""
+    """Return whether a value is a text that can be encoded.
+
+    YAML escapes can make lone surrogates, which cannot.
+    """
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -33,8 +33,10 @@ def pre_tokenizer(folder: Path) -> str | None:
 
 
 def _is_neutral(normalizer: Any) -> bool:
-    """Return whether a normalizer can be ignored. NFC can, as in llama.cpp: texts usually contain
-    composed characters already."""
+    """Return whether a normalizer can be ignored.
+
+    NFC can, as in llama.cpp: texts usually contain composed characters already.
+    """
     return normalizer is None or normalizer == {"type": "NFC"}
 
 

@@ -1,5 +1,6 @@
-"""Refuse quantized checkpoints that llama.cpp's converter cannot read, or would read without their
-scales.
+"""Refuse quantized checkpoints that llama.cpp's converter cannot read correctly.
+
+It does not know some formats, and reads others without their scales.
 
 The checks use config.json and the names and types of the tensors.
 """

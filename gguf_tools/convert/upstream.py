@@ -205,8 +205,10 @@ def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _attention_layers(architecture: str, config: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the layer types under their published names, for configurations written by
-    transformers: the converter does not know transformers' names."""
+    """Return the layer types under their published names.
+
+    Configurations written by transformers use other names, which the converter does not know.
+    """
     kinds = config.get("layer_types")
     if architecture != "GraniteMoeHybridForCausalLM" or not isinstance(kinds, list):
         return {}

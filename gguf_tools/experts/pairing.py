@@ -50,8 +50,9 @@ def check_same(high: "ExpertModel", low: "ExpertModel") -> None:
     """Raise MismatchError if two opened models differ, naming the first difference.
 
     The comparison covers architecture, layers, experts, matrix shapes, hyperparameters and
-    tokenizer. It also covers the routers of the first and last MoE layer if both files store them
-    in the same type, because a fine-tuned model differs from its base only in its weights.
+    tokenizer. A fine-tuned model differs from its base only in its weights. The comparison
+    therefore covers the routers of the first and last MoE layer, too, if both files store them in
+    the same type.
     """
     for what, of_high, of_low in (
         ("architecture", high.hparams.arch, low.hparams.arch),

@@ -1,5 +1,6 @@
-"""Architectures for which tests prove that managed experts give the same bits as llama.cpp's own
-path.
+"""Architectures for which managed experts are proven to be exact.
+
+Tests compare them bit for bit with llama.cpp's own path.
 
 Models of other architectures are managed too, if their graph reads experts in the usual way.
 """

@@ -24,8 +24,11 @@ _ONE = 1 << 31
 
 
 def n_slices(shape: Sequence[int]) -> int:
-    """Return the number of checksums of a tensor: one per expert if it has three dimensions, of
-    which the last is the experts, otherwise 1."""
+    """Return the number of checksums of a tensor.
+
+    A tensor of three dimensions has one for each expert, and experts are the last dimension. Any
+    other tensor has one.
+    """
     return shape[2] if len(shape) == 3 else 1
 
 

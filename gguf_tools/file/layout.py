@@ -322,8 +322,11 @@ def bits_per_weight(ggml_type: GGMLType) -> float:
 
 
 def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
-    """Return the type if its block size divides n, otherwise the first of its fallbacks whose block
-    size does, otherwise F16."""
+    """Return the type in which rows of n weights can be stored.
+
+    This is the given type if its block size divides n, otherwise the first of its fallbacks whose
+    block size does, otherwise F16.
+    """
     for candidate in (ggml_type, *FALLBACK.get(ggml_type, (GGMLType.Q8_0,))):
         if n % BLOCK[candidate].weights == 0:
             return candidate
@@ -331,8 +334,10 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return the note to record in a packed file if rows of n weights cannot have the type of their
-    tier. Return an empty list if they can."""
+    """Return the note for the packed file if rows of n weights cannot have the type of their tier.
+
+    Return an empty list if they can.
+    """
     found = fitting_type(requested, n)
     if found is requested:
         return []
@@ -371,8 +376,8 @@ POOL_ALIGNMENT = 256
 def device_slot_bytes(ggml_type: GGMLType, expert_bytes: int, row_length: int) -> int:
     """Return the size of a slot in GPU memory.
 
-    The slot has room for the expert's weights and for the bytes after them that kernels may read,
-    rounded up to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
+    The slot holds the expert's weights and the bytes after them that kernels may read, rounded up
+    to whole blocks of the type. Equal to the native `moe_edge_device_slot_bytes`.
     """
     block = BLOCK[ggml_type]
     if block.weights == 1:

@@ -30,8 +30,11 @@ MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file. The shape starts with the row length (ggml order). The offset is in bytes
-    from the start of the file."""
+    """A tensor of a file.
+
+    The shape starts with the row length (ggml order). The offset is in bytes from the start of the
+    file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,8 +59,10 @@ class Cursor:
     def fail(
         self, kind: type[errors.GGUFError], text: str, at: int | None = None
     ) -> errors.GGUFError:
-        """Return an error that names the file, the item being read and the offset. `at` defaults to
-        the current position."""
+        """Return an error that names the file, the item being read and the offset.
+
+        `at` defaults to the current position.
+        """
         offset = self.at if at is None else at
         return kind(f"{self.path}: {self.where}: {text} (at offset {offset})")
 

@@ -53,8 +53,10 @@ def fetch(download: Download, progress: Progress | None = None) -> list[Path]:
 
 
 def _download(file: HubFile, add: Callable[[int], None]) -> None:
-    """Download a file's blob, continuing a partial download. `add` is called with each number of
-    received bytes."""
+    """Download a file's blob, continuing a partial download.
+
+    `add` is called with each number of received bytes.
+    """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers

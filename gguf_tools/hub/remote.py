@@ -48,8 +48,8 @@ def fetch_headers(text: str, folder: Path) -> Headers:
     text: `hf:OWNER/NAME`, `hf:OWNER/NAME/FILE` or a URL.
 
     At most MOST_BYTES are read. Raises HubError if the model is not found or the server does not
-    support range requests, HubUnreachableError if the server does not answer, GGUFError if the file
-    is not a valid GGUF, and OSError if a stand-in cannot be written.
+    support range requests. Raises HubUnreachableError if the server does not answer, GGUFError if
+    the file is not a valid GGUF, and OSError if a stand-in cannot be written.
     """
     urls, headers = _of_hub(text) if text.startswith(PREFIX) else (_of_url(text), {})
     reader = _Reader(headers)
@@ -121,8 +121,10 @@ class _Reader:
                 )
 
     def _range(self, url: str, start: int, n: int) -> tuple[bytes, int]:
-        """Request n bytes from offset `start`. Return the received bytes, which can be fewer, and
-        the size of the file."""
+        """Request n bytes from offset `start`.
+
+        Return the received bytes, which can be fewer, and the size of the file.
+        """
         from huggingface_hub.errors import HTTPError
         from huggingface_hub.utils import get_session
 

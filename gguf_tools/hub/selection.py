@@ -98,21 +98,27 @@ def models_of(names: Mapping[str, int] | Sequence[str]) -> dict[str, list[str]]:
 
 
 def is_language_model(name: str) -> bool:
-    """Return whether a GGUF file is a language model, judging by its name: image projectors and
-    importance matrices are not."""
+    """Return whether a GGUF file is a language model, judging by its name.
+
+    Image projectors and importance matrices are not.
+    """
     return not PurePosixPath(name).name.lower().startswith(_OTHER)
 
 
 def _matching(names: Collection[str], pattern: str) -> list[str]:
-    """Return the paths that match a pattern. If there are none, return the paths whose file name
-    without folder matches it."""
+    """Return the paths that match a pattern.
+
+    If there are none, return the paths whose file name without folder matches it.
+    """
     whole = [name for name in names if fnmatchcase(name, pattern)]
     return whole or [name for name in names if fnmatchcase(PurePosixPath(name).name, pattern)]
 
 
 def _listed(sizes: Mapping[str, int], models: Mapping[str, list[str]]) -> str:
-    """Format the models with their sizes, or the files if there are no models, as a list of at most
-    MAX_LISTED entries."""
+    """Format the models with their sizes as a list of at most MAX_LISTED entries.
+
+    If there are no models, list the files.
+    """
     if models:
         found = [
             f"{first} ({format_size(sum(sizes.get(part, 0) for part in parts))})"

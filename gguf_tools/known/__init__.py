@@ -155,8 +155,10 @@ class KnownModel:
         }
 
     def _is_recurrent(self, layer: int) -> bool:
-        """Return whether a layer has no attention. Layers with attention are evenly spaced, and the
-        last layer is one of them."""
+        """Return whether a layer has no attention.
+
+        Layers with attention are evenly spaced, and the last layer is one of them.
+        """
         n = self.layers - (self.recurrent["layers"] if self.recurrent else 0)
         return (layer + 1) * n // self.layers == layer * n // self.layers
 
@@ -222,8 +224,10 @@ def _tensor(
 
 
 def _has_more_bits(layer: int, n: int) -> bool:
-    """Return whether llama.cpp's mixes use more bits for the down matrices of this layer: in the
-    first and the last eighth of the n layers, and in every third layer between them."""
+    """Return whether llama.cpp's mixes use more bits for the down matrices of this layer.
+
+    They do in the first and the last eighth of the n layers, and in every third layer between them.
+    """
     return layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
 
 

@@ -11,8 +11,10 @@ from gguf_tools.quantize.methods import ExpertQuantizer, Rtn
 
 
 def copy_metadata(model: ExpertModel, writer: GGUFWriter) -> None:
-    """Copy a model's metadata, except for the keys that describe its storage: tiers, parts and
-    alignment."""
+    """Copy a model's metadata, except for the keys that describe its storage.
+
+    Those keys concern tiers, parts and alignment.
+    """
     first = model.parts[0]
     for key in first.metadata:
         own = key.startswith((layout.KEY_PREFIX, "split.")) or key == layout.KEY_ALIGNMENT

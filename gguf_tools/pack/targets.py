@@ -53,8 +53,11 @@ class Target(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """All experts of one layer and matrix kind: the best tier of the source and the tensors to be
-    written. The shape is (row length, rows) of one expert."""
+    """All experts of one layer and matrix kind.
+
+    Holds the best tier of the source and the tensors to be written. The shape is (row length, rows)
+    of one expert.
+    """
 
     layer: int
     kind: int

@@ -1,8 +1,10 @@
-"""GPTQ for ggml's types: round the weights column by column, and adjust the remaining columns to
-compensate for each column's rounding error.
+"""GPTQ for ggml's types.
 
-GPTQ minimizes the error of the outputs, tr((W - Q) H (W - Q)^T), where W are the weights, Q the
-quantized weights and H = sum of x x^T over the inputs x of the matrix. After column j is rounded,
+Rounds the weights column by column, and adjusts the remaining columns to compensate for each
+column's rounding error.
+
+GPTQ minimizes the error of the outputs, tr((W - Q) H (W - Q)^T). W are the weights, and Q the
+quantized weights. H is the sum of x x^T over the inputs x of the matrix. After column j is rounded,
 its error divided by U[j, j] times the row U[j] is subtracted from the columns after j. U is the
 upper triangular matrix with U^T U = H^-1 (Frantar et al. 2022, arXiv 2210.17323, eq. 2 and 3, and
 section 3.3).

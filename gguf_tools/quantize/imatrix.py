@@ -232,8 +232,10 @@ def _floats(file: GGUFFile, name: str) -> Floats:
 
 
 def _read_legacy(path: Path, data: mmap.mmap | bytes) -> Imatrix:
-    """Read the format used before GGUF: for each matrix a name, a number of calls, and the means
-    multiplied by that number."""
+    """Read the format used before GGUF.
+
+    It has for each matrix a name, a number of calls, and the means multiplied by that number.
+    """
     at = 0
 
     def take(n: int) -> bytes:

@@ -14,7 +14,7 @@ class ExpertQuantizer(Protocol):
 
     `quantize` is called from several threads, layer by layer: all calls for a layer end before the
     first call for the next one. A matrix can be divided into several runs of rows. All types of a
-    run are requested one after the other on the same thread.
+    run are requested in turn on the same thread.
 
     method, calibration: texts to record in the metadata of the packed file.
     has_importance: whether the method supports types that need an importance matrix.

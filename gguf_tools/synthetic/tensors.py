@@ -4,7 +4,7 @@ Routing: every token embedding is the sum of a constant vector c and a random ve
 of expert e is b_e * c plus a random vector orthogonal to c. The router logit of e is therefore b_e
 plus noise that differs between tokens. With b = 0 all experts are used equally, and other values of
 b give any skew. As in trained models, each layer adds little to the residual stream
-(RESIDUAL_POWER), so that the choice of the next layer's router can be predicted from the input of
+(RESIDUAL_POWER). The choice of the next layer's router can therefore be predicted from the input of
 this layer.
 """
 

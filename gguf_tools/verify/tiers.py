@@ -74,8 +74,11 @@ def _announces_experts(first: GGUFFile) -> bool:
 
 
 def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
-    """Yield problems of the `moe_edge.*` metadata: unknown keys, tiers that are not named after a
-    type, values that should be texts, and fallbacks that are not recorded."""
+    """Yield problems of the `moe_edge.*` metadata.
+
+    These are unknown keys, tiers that are not named after a type, values that should be texts, and
+    fallbacks that are not recorded.
+    """
     for key in first.metadata:
         if key.startswith(layout.KEY_PREFIX) and key not in _OWN_KEYS:
             yield Problem(f"{first.path}: key {key}: unknown key", str(first.path))
@@ -122,8 +125,10 @@ def _bpw_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem]:
 
 
 def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -> Iterator[Problem]:
-    """Yield the expert matrices of the first n_layers layers that lack a tier, whose type is not
-    that of their tier, or that are not aligned to disk blocks."""
+    """Yield the expert matrices of the first n_layers layers that are not as their tier requires.
+
+    They lack a tier, have another type than their tier, or are not aligned to disk blocks.
+    """
     first = parts[0]
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(

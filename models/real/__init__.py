@@ -1,1 +1,1 @@
-"""A sparse test model with real language, made of a small dense model that is published on PyPI."""
+"""A sparse test model with real language, made from a small dense model on PyPI."""

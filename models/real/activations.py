@@ -1,4 +1,4 @@
-"""Read what the FFN of each layer of a dense model multiplies, in a run of llama.cpp."""
+"""Read the inputs and activations of each layer's FFN of a dense model from llama.cpp's graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from orchestrator.errors import NativeError
 from orchestrator.lab.observe import Node, observe
 
 Floats = npt.NDArray[np.float32]
-# Gets the layer, its input x [T, n_embd] after the norm, and its neurons' activations [T, n_ff].
+# Called with the layer, its input x [T, n_embd] after the norm, and its neurons' activations [T,
+# n_ff].
 Sink = Callable[[int, Floats, Floats], None]
 _FFN = re.compile(r"blk\.(\d+)\.ffn_(up|down)\.weight")
 

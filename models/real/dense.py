@@ -1,7 +1,7 @@
 """Read a dense Llama model, and write it with every matrix in F16.
 
 The source has blocks of 4 bits. Splitting its layers moves neurons between blocks, which would
-quantize them a second time. So everything is compared with the dequantized model in F16.
+quantize them a second time. So all comparisons use the dequantized model in F16.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DenseModel(Closing):
 
 
 def write_dense(model: DenseModel, path: Path) -> None:
-    """Write `model` with every matrix in F16 and everything else as it is."""
+    """Write `model` with every matrix in F16 and all other tensors unchanged."""
     with GGUFWriter(path) as writer:
         for key in model.file.metadata:
             writer.meta_encoded(key, model.file.encoded_value(key))

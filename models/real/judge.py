@@ -1,8 +1,8 @@
 """Compare models with a dense one: `python -m models.real.judge FILE --dense F16.gguf --data DIR`.
 
-Every model reads the same windows on llama.cpp's own path, each window at once. For each model:
-the KL divergence from the dense model in nats a token, how often the most likely token is the same,
-and its perplexity over the dense model's, with 95 % intervals over documents.
+Every model reads the same windows on llama.cpp's own path, each window in one step. The
+results are the KL divergence from the dense model in nats per token, the share of tokens with the
+same most likely token, and the relative perplexity. All have 95 % intervals over documents.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from orchestrator.lab.observe import Observer, observe
 
 Values = npt.NDArray[np.float64]
 DRAWS = 2000
-# What a dense-equal model promises: nats a token, and the share of tokens.
+# Limits of --equal: nats per token, and the share of tokens with the same most likely token.
 MOST_KL, LEAST_SAME = 1e-5, 0.999
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Each scored token of a text by one model, n in all. nll, kl: nats; same: 0 or 1."""
+    """Scores of the n scored tokens of a text by one model. nll, kl: nats. same: 0 or 1."""
 
     nll: Values
     kl: Values
@@ -42,7 +42,7 @@ class Tokens:
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> Values:
-    """Return log-probabilities [n, n_vocab] of logits."""
+    """Return the log-probabilities [n, n_vocab] of logits."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -69,8 +69,10 @@ def compare(
     windows: Sequence[Sequence[int]],
     threads: int | None = None,
 ) -> tuple[Values, list[Tokens]]:
-    """Return the dense model's nll of each token after the first of its window, and the tokens of
-    each other model. Raises NativeError."""
+    """Return the dense model's losses, and the tokens of each other model.
+
+    The losses are the nll of each token after the first of its window. Raises NativeError.
+    """
     threads = compute_threads(threads)
     length = max(map(len, windows))
     base: list[Values] = []
@@ -116,7 +118,7 @@ def judge(
     length: int = WINDOW,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Return the comparison on one text of JUDGED, fit for JSON.
+    """Return the comparison on one text of JUDGED, in a form for JSON.
 
     The text has about `n_tokens` tokens: the first `length` of each document. Raises MoeEdgeError.
     """

@@ -1,7 +1,7 @@
 """Make the sparse models: `python -m models.real.make --out OUT --data DIR [--download]`.
 
-Writes `dense-f16.gguf`, and for each number of experts in --used a file with every expert in
-several precisions. --data names a collection of texts, of which files in `train` are read.
+Writes `dense-f16.gguf` and, for each number of experts in --used, a file with every expert in
+several precisions. --data names a collection of texts. Files in its folder `train` are read.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def report(what: str, share: float | None) -> None:
 
 
 def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int, int]) -> None:
-    """Write the models to `out`. tokens: how many to group neurons by, and to fit routers on.
+    """Write the models to `out`.
 
-    Raises GGUFError or MoeEdgeError.
+    tokens: (number of tokens for grouping neurons, number for fitting routers). Raises GGUFError or
+    MoeEdgeError.
     """
     dense, shape = out / DENSE, SplitShape()
     with DenseModel(source) as model:
@@ -53,7 +54,7 @@ def make(out: Path, source: Path, data: Path, used: list[int], tokens: tuple[int
             )
         finally:
             plain.close()
-        # The windows of both parts are of all kinds, and no window is in both.
+        # Both parts have windows of all kinds, and no window is in both.
         cut = len(windows) * tokens[0] // sum(tokens)
         groups = split_layers(model, dense, windows[:cut], shape, report)
         routers = fit_routers(model, dense, groups, windows[cut:], report)

@@ -1,6 +1,6 @@
 """Write the sparse model: the neurons of a dense one as experts and shared experts.
 
-The architecture is `bailingmoe`. It has the dense model's rotary embeddings, shared experts beside
+The architecture is `bailingmoe`. It has the dense model's rotary embeddings, shared experts next to
 the routed ones, and weights that are normalised and scaled. With the scale k and router logits
 close to 0, each of the k chosen experts has a weight close to 1.
 """
@@ -29,7 +29,7 @@ def write_sparse(
     n_used: int,
     path: Path,
 ) -> None:
-    """Write `path` with every matrix in F16, `n_used` experts of each layer for each token."""
+    """Write `path` with every matrix in F16. Each token uses `n_used` experts in each layer."""
     n_expert, size = groups[0].experts.shape
     n_shared = len(groups[0].shared)
     with GGUFWriter(path) as writer:
@@ -39,7 +39,7 @@ def write_sparse(
             matrix = len(info.shape) > 1
             writer.declare(info.name, info.shape, GGMLType.F16 if matrix else info.type)
         if tied := OUTPUT not in model.file.tensors:
-            # The architecture has a head of its own, so one that is tied is written out.
+            # The architecture needs its own output matrix, so a tied one is written out.
             writer.declare(OUTPUT, model.file.tensors[EMBEDDINGS].shape, GGMLType.F16)
         for layer in range(model.n_layers):
             writer.declare(
@@ -80,7 +80,7 @@ def _write_layer(
 def _metadata(
     model: DenseModel, writer: GGUFWriter, n_expert: int, size: int, n_shared: int, n_used: int
 ) -> None:
-    """Copy the dense model's metadata under the new architecture, and add that of the experts."""
+    """Copy the dense model's metadata to the new architecture, and add that of the experts."""
     for key in model.file.metadata:
         name = key.replace(f"{ARCH}.", f"{SPARSE_ARCH}.", 1) if key.startswith(ARCH) else key
         writer.meta_encoded(name, model.file.encoded_value(key))

@@ -1,7 +1,7 @@
 """Divide the neurons of a dense FFN into shared neurons and equal experts, and fit a router.
 
 A SwiGLU layer is a sum over its neurons: y = sum_j h_j d_j, with h_j = silu(g_j x) (u_j x) and d_j
-the column j of the down matrix. So the sum of all groups is the dense layer, whatever the groups.
+the column j of the down matrix. So the sum of all groups is the dense layer, for any division.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from orchestrator.errors import ConfigError
 Ints = npt.NDArray[np.int64]
 Progress = Callable[[str, float], None]
 _ROUNDS = 25
-# Standard deviation of a router's logits over tokens and experts. It is so small that the weights,
-# which are normalised and multiplied by k, are all close to 1, and so large that their order in
-# single precision is that of the logits.
+# Standard deviation of a router's logits over tokens and experts. It is small enough that the
+# weights, which are normalised and multiplied by k, are all close to 1. It is large enough that
+# their order in single precision is that of the logits.
 LOGIT_SPREAD = 2.0**-12
-# Ridge of the router's regression, as a share of the mean square of an input.
+# Ridge of the router's regression, relative to the mean square of an input.
 _RIDGE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The neurons of one layer by number. shared: [n_shared]; experts: [n_expert, size]."""
+    """Numbers of the neurons of one layer. shared: [n_shared]; experts: [n_expert, size]."""
 
     shared: Ints
     experts: Ints
@@ -38,13 +38,16 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class SplitShape:
-    """How a layer is divided. n_expert experts of `size` neurons each; the rest is shared."""
+    """How a layer is divided: n_expert experts with `size` neurons each. The rest is shared."""
 
     n_expert: int = 8
     size: int = 128
 
     def shared(self, n_ff: int) -> int:
-        """Return the number of shared neurons. Raises ConfigError if they are no whole experts."""
+        """Return the number of shared neurons.
+
+        Raises ConfigError if it is not a multiple of `size`.
+        """
         left = n_ff - self.n_expert * self.size
         if left <= 0 or left % self.size:
             raise ConfigError(
@@ -55,10 +58,12 @@ class SplitShape:
 
 
 def balanced_kmeans(points: Floats, n_groups: int, seed: int) -> Ints:
-    """Return [n_groups, n / n_groups], the numbers of the points [n, d] of each group.
+    """Group points into equal groups.
 
-    Points are compared by cosine. In each round, points choose their group in the order of how
-    much they would lose in their second choice; a full group takes no more.
+    Returns the numbers of the points [n, d] in each group, [n_groups, n / n_groups].
+
+    Points are compared by cosine. In each round, points choose their group in the order of how much
+    they would lose with their second choice. A full group takes no more points.
     """
     rng = np.random.default_rng(seed)
     lengths = np.linalg.norm(points, axis=1, keepdims=True)
@@ -106,7 +111,7 @@ def split_layers(
     shape: SplitShape,
     progress: Progress,
 ) -> list[Groups]:
-    """Return the groups of each layer, by what `dense` computes on the windows."""
+    """Return the groups of each layer, from the activations of `dense` on the windows."""
     shape.shared(model.n_ff)
     columns = [np.linalg.norm(model.ffn(layer, "down"), axis=0) for layer in range(model.n_layers)]
     seen: list[list[npt.NDArray[np.float16]]] = [[] for _ in columns]
@@ -134,8 +139,8 @@ def fit_routers(
 ) -> list[Floats]:
     """Return the router of each layer, float32 [n_expert, n_embd].
 
-    A logit is fitted by ridge regression to the length of an expert's output, as a share of the
-    sum of the lengths of the token's experts.
+    A logit is fitted by ridge regression to the length of an expert's output, relative to the sum
+    of the lengths of the token's experts.
     """
     n_expert, n = len(groups[0].experts), model.n_embd
     downs = [model.ffn(layer, "down") for layer in range(model.n_layers)]

@@ -1,12 +1,12 @@
 """Three studies of precision: `python -m models.real.studies MODEL NAME --text FILE`.
 
-`depth` has one layer in the low precision and all others in the best one (DyMoE's Figure 5).
+`depth` puts one layer in the low precision and all others in the best one (DyMoE's Figure 5).
 `hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
-`mixes` has the high precision with the low one and with skipping (Tables 1 and 2, a part).
+`mixes` combines the high precision with the low one and with skipping (part of Tables 1 and 2).
 
-`moe-edge eval --study` has all of them in full. These are shorter, because 30 layers take long.
-`depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so that
-token by token gives the same. `mixes` decides token by token.
+`moe-edge eval --study` runs the complete studies. These are shorter, because 30 layers take long.
+`depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so
+decoding would give the same. `mixes` decodes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _LABELS = [f"{kind}, {SPREADS['cosine']}" for kind in ("heavy hitters", "total l
 
 
 class Prompts(Subject):
-    """A subject whose reference is read as prompts, as everything else is."""
+    """A subject whose reference is read as prompts, like its cases."""
 
     def reference(self) -> Reference:
-        """Return what the best tier says. The caller closes it."""
+        """Return the log-probabilities of the best tier. The caller closes them."""
         config = best_config(self.config, self.best)
         with Runtime.open(config, self.report) as runtime, runtime.evaluator() as e:
             return read_reference(e, self.windows, True, partial(report, "Reference"))
 
 
 class DepthOfPrompts(Depth):
-    """One layer in the low tier."""
+    """The study Depth, read as prompts: one layer in the low tier."""
 
     def cases(self, on: Subject) -> list[Case]:
         """Return the cases of Depth, read as prompts."""
@@ -54,7 +54,7 @@ class Hitters(Critical):
     """The rows of Figure 3 for prompts, with the cosine schedule, at two retention ratios."""
 
     def cases(self, on: Subject) -> list[Case]:
-        """Return the two bases of the tables, and the rows."""
+        """Return the two reference rows of the tables, and a row for each schedule and ratio."""
         return [
             replace(case, prefill=True)
             for case in super().cases(on)
@@ -64,7 +64,7 @@ class Hitters(Critical):
 
 
 class Mixes(Accuracy):
-    """The high and the low tier alone and mixed, at two retention ratios."""
+    """The high and the low tier, alone and mixed, at two retention ratios."""
 
     def cases(self, on: Subject) -> list[Case]:
         """Return a part of the cases of Accuracy."""

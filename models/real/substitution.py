@@ -1,15 +1,15 @@
-"""Compare what may happen to an expert that is not in memory: wait, skip, or substitute it.
+"""Compare the ways to handle an expert that is not in memory: wait, skip, or substitute it.
 
 `python -m models.real.substitution MODEL --data DIR --out FILE.json [--text NAME] [--resident N]`
 
-In each layer, the N experts that a fitting text uses most are resident. An expert that a token
-chose and that is not resident is missing. The first choice of a token is always waited for. Of the
-other missing experts, those with the smallest weights are left out, at several levels. Each way to
-leave them out gives a KL divergence from the same model with all experts, in nats a token.
+In each layer, the N experts that a fitting text uses most are resident. A chosen expert that is not
+resident is missing. The first choice of a token is always waited for. Of the other missing experts,
+those with the smallest weights are left out, at several levels. The result for each way is the KL
+divergence from the same model with all experts, in nats per token.
 
-Every decision depends on one token and on the fixed residents, never on other tokens of its batch,
-so a window that is read at once gives what a run token by token gives (`--stepped` computes that).
-Finished windows are kept in FILE.json, and a run that was interrupted continues there.
+Every decision depends on one token and on the fixed residents, never on other tokens of its batch.
+So reading a window in one step gives the same as decoding it (`--stepped` does that). Finished
+windows are kept in FILE.json, and an interrupted run continues from there.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ _NODE = re.compile(r"ffn_moe_(logits|topk|weights_norm|weights_scaled)-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a fitting text says of one layer. resident: bool [E]. factors [E, E]: the best multiple
-    of expert e's weight at which f replaces it. correlations [E, E]: squared, of their outputs.
-    scores: sorted weights of missing experts. spread: standard deviation of a logit."""
+    """Values of one layer, fitted on a text.
+
+    resident: bool [E]. factors [E, E]: the best multiple of expert e's weight with which f replaces
+    it. correlations [E, E]: squared correlations of their outputs. scores: sorted weights of
+    missing experts. spread: standard deviation of a logit.
+    """
 
     resident: Bools
     factors: Floats
@@ -66,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One configuration: a way and its level, or the bias. None of both is the whole model."""
+    """One configuration: a way and its level. Without a way, the whole model."""
 
     way: str = ""
     level: float = 0.0
@@ -77,7 +80,7 @@ class Choice:
 
 
 def choices(levels: Sequence[float], biases: Sequence[float]) -> list[Choice]:
-    """Return every configuration that is measured: each way at each level, and the biases."""
+    """Return every measured configuration: each way at each level, and the biases."""
     ways = [Choice(way, level) for way in WAYS for level in levels]
     return ways + [Choice(BIAS, level) for level in biases]
 
@@ -86,7 +89,7 @@ CHOICES = choices(LEVELS, BIASES)
 
 
 class Experts:
-    """The experts of a model as matrices: outputs of all experts for any input."""
+    """The expert matrices of a model. Computes the outputs of all experts for given inputs."""
 
     def __init__(self, path: Path) -> None:
         with ExpertModel.open(path) as model:
@@ -106,7 +109,7 @@ class Experts:
         file.close()
 
     def outputs(self, layer: int, x: Floats) -> Floats:
-        """Return float32 [T, E, n_embd] of inputs [T, n_embd]."""
+        """Return the outputs, float32 [T, E, n_embd], for inputs [T, n_embd]."""
         gate, up, down = self._matrices[layer]
         n, size = gate.shape[0], gate.shape[1]
         g = x @ gate.reshape(n * size, -1).T
@@ -125,8 +128,11 @@ def weights_of(logits: Floats, ids: Ints, scale: float) -> npt.NDArray[np.float6
 
 
 def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Bools:
-    """Return which slots [T, k] are left out: a share `level` of the missing ones, those with the
-    smallest weights, by the quantile of the fitting text. The first choice stays."""
+    """Return which slots [T, k] are left out.
+
+    These are a share `level` of the missing experts, those with the smallest weights, by the
+    quantile of the fitting text. The first choice stays.
+    """
     found: Bools = missing.copy()
     if level < 1 and len(layer.scores):
         found &= weights <= np.quantile(layer.scores, level)
@@ -135,8 +141,11 @@ def left_out(weights: Floats, missing: Bools, layer: Layer, level: float) -> Boo
 
 
 def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
-    """Return for each slot [T, k] that is left out the best-ranked resident expert that the token
-    did not choose, a different one for each slot, or -1. order [T, E]: experts by rank."""
+    """Return the substitute of each slot [T, k] that is left out, or -1.
+
+    It is the best-ranked resident expert that the token did not choose, a different one for each
+    slot. order [T, E]: experts by rank.
+    """
     found = np.full(ids.shape, -1, np.int64)
     for token in np.flatnonzero(out.any(axis=1)):
         free = [f for f in order[token] if resident[f] and f not in ids[token]]
@@ -147,9 +156,12 @@ def substitutes(order: Ints, ids: Ints, out: Bools, resident: Bools) -> Ints:
 
 
 def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tuple[Ints, Floats]:
-    """Return (experts [T, k] or -1, factors [T, k]) that lose least in each slot that is left out.
+    """Return the experts and factors with the least loss for each slot that is left out.
 
-    The loss of slot e is |o_e - a o_f|^2, least at a = o_e o_f / |o_f|^2. Slots choose in turns.
+    The experts are [T, k] or -1, the factors [T, k].
+
+    The loss of slot e is |o_e - a o_f|^2, which is least at a = o_e o_f / |o_f|^2. Slots choose in
+    turns.
     """
     found, factors = np.full(ids.shape, -1, np.int64), np.zeros(ids.shape, np.float32)
     for token in np.flatnonzero(out.any(axis=1)):
@@ -168,7 +180,7 @@ def best_of_token(outputs: Floats, ids: Ints, out: Bools, resident: Bools) -> tu
 
 @dataclass
 class Decider:
-    """Decides in the callbacks of one context. waited, missed: experts so far, of `tokens`."""
+    """Decides in the callbacks of one context. waited, missed: numbers of experts so far."""
 
     experts: Experts
     layers: list[Layer]
@@ -180,7 +192,7 @@ class Decider:
     _weights: npt.NDArray[np.float64] | None = None
 
     def on_topk(self, at: int, ids_view: npt.NDArray[np.int32]) -> None:
-        """Write other experts into [T, k], and keep the weights that they get."""
+        """Write the substitutes into ids_view [T, k], and keep their weights."""
         assert self._logits is not None and self._x is not None
         layer, logits, scale = self.layers[at], self._logits, self.experts.scale
         ids = ids_view.astype(np.int64)
@@ -221,11 +233,11 @@ class Decider:
         ids_view[:] = ids
 
     def wanted(self, node: Node) -> bool:
-        """Say whether a node is one of a router's."""
+        """Return whether a node belongs to a router."""
         return bool(self.choice.way) and _NODE.fullmatch(node.name) is not None
 
     def seen(self, node: Node) -> None:
-        """Handle a router's node: remember its input, then change what it chose."""
+        """Handle a router's node: remember its input, then change its choice."""
         found = _NODE.fullmatch(node.name)
         if found is None:
             return
@@ -248,10 +260,11 @@ def fit(
     n_resident: int,
     threads: int | None = None,
 ) -> list[Layer]:
-    """Read a fitting text, and return what it says of each layer."""
+    """Read a fitting text, and return the values of each layer."""
     n, layers = experts.n_expert, len(experts.layer_ids)
     counts = np.zeros((layers, n))
-    # Over tokens that chose e and not f, by the square of e's weight: products of both outputs.
+    # Over tokens that chose e and not f, weighted by the square of e's weight: products of both
+    # outputs.
     cross, ones, twos = (np.zeros((layers, n, n)) for _ in range(3))
     chosen: list[list[tuple[Ints, Floats]]] = [[] for _ in range(layers)]
     spreads: list[list[float]] = [[] for _ in range(layers)]
@@ -334,7 +347,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one record for each window, with sums over its tokens for each choice of `asked`.
 
-    Continues after `known`, and ends early after `seconds`.
+    Continues after `known`, and stops early after `seconds`.
     """
     decider = Decider(experts, layers)
     started, length = time.monotonic(), max(map(len, windows))

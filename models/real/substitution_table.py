@@ -1,9 +1,10 @@
-"""Show results of `models.real.substitution`:
-`python -m models.real.substitution_table FILE.json.. [--draw FOLDER]`.
+"""Show results of `models.real.substitution`.
 
-Prints one table for each file: the KL divergence of each way over that of skipping at the same
-number of experts waited for, with 95 % intervals over documents. --draw writes the KL divergences
-as a picture, one panel for each file.
+Usage: `python -m models.real.substitution_table FILE.json.. [--draw FOLDER]`.
+
+Prints one table for each file: the KL divergence of each way relative to that of skipping, at the
+same number of experts that are waited for, with 95 % intervals over documents. --draw writes a
+picture of the KL divergences, with one panel for each file.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ NAME = "substitution"
 
 
 class Results:
-    """One file, with its windows drawn at random again and again. values: [draws, windows], how
-    often each draw has each window; the first draw has each one once."""
+    """The results of one file, with bootstrap draws of its windows.
+
+    _draws: [draws, windows], how often each draw contains each window. The first draw contains each
+    once.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that has no windows."""
+        """Raises ConfigError if the file has no finished window."""
         try:
             self.found: dict[str, Any] = json.loads(path.read_text())
             self.windows: list[dict[str, Any]] = self.found["windows"]
@@ -48,17 +52,19 @@ class Results:
         self._tokens = self._draws @ np.array([each["tokens"] for each in self.windows])
 
     def of(self, choice: Choice, name: str) -> Values:
-        """Return a figure of a choice a token, in each draw [draws]."""
+        """Return a value of a choice per token, for each draw [draws]."""
         values = np.array([each[choice.label][name] for each in self.windows], float)
-        if name in ("waited", "missed"):  # a mean over the window's tokens already
+        if name in ("waited", "missed"):  # already a mean over the window's tokens
             values *= np.array([each["tokens"] for each in self.windows])
         found: Values = self._draws @ values / self._tokens
         return found
 
     def over_skip(self, choice: Choice) -> Values:
-        """Return the KL divergence of a choice over that of skipping at equal reads, in each draw.
+        """Return the KL divergence of a choice relative to that of skipping, for each draw.
 
-        Skipping's is interpolated between its levels, and from nothing skipped.
+        Both are at equal reads.
+
+        Skipping is interpolated between its levels and nothing skipped.
         """
         skips = [Choice(SKIP, level) for level in sorted(self.levels, reverse=True)]
         waited = np.stack(
@@ -75,14 +81,14 @@ class Results:
         return found
 
     def perplexity(self, choice: Choice) -> Values:
-        """Return the perplexity of a choice over that of the whole model, in each draw."""
+        """Return the perplexity of a choice relative to that of the whole model, for each draw."""
         base = self._draws @ np.array([each["nll"] for each in self.windows]) / self._tokens
         found: Values = np.exp(self.of(choice, "nll") - base)
         return found
 
     @property
     def title(self) -> str:
-        """What the results are of."""
+        """The model, text, experts and size of the results."""
         each = self.found
         return (
             f"{each['model']}, {each['text']}, {each['n_used']} of {each['n_expert']} experts, "
@@ -91,7 +97,7 @@ class Results:
 
 
 def shown(draws: Values, digits: int = 2) -> str:
-    """Return the value of the first draw with the 95 % interval of all."""
+    """Return the value of the first draw with the 95 % interval of all draws."""
     low, high = np.percentile(draws, (2.5, 97.5))
     return f"{draws[0]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 

@@ -1,4 +1,4 @@
-"""Texts of a collection that is given as `--data DIR`: some to fit on, others to judge on."""
+"""Texts of the collection in `--data DIR`: some for fitting, others for evaluation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orchestrator.lab.eval.text import (
 )
 
 WINDOW = 512
-# Windows of one document at most, so that a long book is not the whole text.
+# Maximum number of windows of one document, so that a long book does not dominate.
 _WINDOWS_EACH = 2
-# Kinds of text that the split and the router are fitted on, in equal parts.
+# Kinds of text for fitting the split and the router, in equal parts.
 FIT = ("enwiki_recent", "textbooks_ccby", "books_classics", "oasst1_messages_flat")
-# Texts that models are judged on, by name. None of them is in the first list.
+# Texts for evaluation, by name. None of them is in the first list.
 JUDGED = {
     "wikitext": "eval/wikitext2/wiki.test.raw.xz",
     "textbooks": "valid/textbooks_ccby.jsonl.xz",
@@ -73,9 +73,11 @@ def judged_windows(
     length: int = WINDOW,
     each: int = _WINDOWS_EACH,
 ) -> list[tuple[int, list[int]]]:
-    """Return (number of the document, tokens) of each window, `n_tokens` tokens in all at most.
+    """Return (number of the document, tokens) of each window.
 
-    length: tokens of a window at most. each: windows of a document at most.
+    All windows have at most `n_tokens` tokens together.
+
+    length: maximum tokens of a window. each: maximum windows of a document.
     """
     found: list[tuple[int, list[int]]] = []
     left = n_tokens
@@ -89,7 +91,7 @@ def judged_windows(
 
 
 def _documents(path: Path, n_tokens: int) -> list[Document]:
-    """Return the documents of JSON lines. A chat record becomes its messages, one after another."""
+    """Return the documents of a file of JSON lines. A chat record becomes its messages in order."""
     if not path.is_file():
         raise ConfigError(f"{path} is missing: --data names the folder of the text collection")
     if path.name.startswith("sft_"):
@@ -106,7 +108,7 @@ def _documents(path: Path, n_tokens: int) -> list[Document]:
 
 
 def _windows(tokenize: Tokenize, documents: Sequence[Document], n_tokens: int) -> list[Window]:
-    """Return windows of `n_tokens` tokens in all, a few of each document."""
+    """Return windows with `n_tokens` tokens in all, a few of each document."""
     found: list[Window] = []
     left = n_tokens
     for document in documents:

@@ -45,8 +45,10 @@ class Routing:
     high: float
 
     def holds(self, counts: np.ndarray) -> bool:
-        """Whether the mean surprise of these uses is within the range. counts: uses [n_layers,
-        n_expert] of about ROUTING_TOKENS tokens. True if there are none."""
+        """Whether the mean surprise of these uses is within the range.
+
+        counts: uses [n_layers, n_expert] of about ROUTING_TOKENS tokens. True if there are none.
+        """
         n = counts.sum()
         return not n or self.low <= float((counts * self.surprise).sum() / n) <= self.high
 
@@ -107,8 +109,9 @@ class KlEstimate:
     def of_choice(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, tiers: np.ndarray
     ) -> np.ndarray:
-        """Return the nats of each token in one layer, float64 [T]: the sum of g^2 L over its
-        experts.
+        """Return the nats of each token in one layer, float64 [T].
+
+        They are the sum of g^2 L over its experts.
 
         ids int, weights float [T, k]; tiers uint8 [n_expert], the tier in which each expert is
         computed, or SKIP.
@@ -123,8 +126,9 @@ class KlEstimate:
         return weight * weight * cost
 
     def of_uses(self, uses: np.ndarray, tiers: np.ndarray) -> float:
-        """Return the nats of `uses` uses of each expert with its usual gate weights, each expert in
-        one tier.
+        """Return the nats of `uses` uses of each expert, each expert in one tier.
+
+        The experts have their usual gate weights.
 
         uses, tiers: [n_layers, n_expert]. If every expert is resident and uses is the usage per
         token (hotness), the result is the mean KL divergence per token.

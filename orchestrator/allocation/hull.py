@@ -1,7 +1,8 @@
-"""Choice of a tier for each expert under a byte budget: bit allocation on convex hulls (Shoham and
-Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers").
+"""Choice of a tier for each expert under a byte budget: bit allocation on convex hulls.
 
-Minimise the sum over layers l and experts e of w[l, e] L[l, e](t) under the condition that the
+See Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers".
+
+Minimise the sum over layers l and experts e of w[l, e] L[l, e](t). The condition is that the
 slots of all experts take at most B bytes. w is the usage of an expert, and L its loss in tier t. At
 a given price per byte, only tiers on the lower convex hull of an expert's (bytes, loss) points can
 be optimal. The edges of all hulls, sorted by falling slope, form the hull of the whole model. The
@@ -23,8 +24,10 @@ class Hull:
     """
 
     def __init__(self, losses: np.ndarray, sizes: np.ndarray) -> None:
-        """losses: w L, float64 [n_layers, n_expert, n_tiers]. sizes: bytes of an expert, int64
-        [n_layers, n_tiers], positive."""
+        """losses: w L, float64 [n_layers, n_expert, n_tiers].
+
+        sizes: bytes of an expert, int64 [n_layers, n_tiers], positive.
+        """
         n_layers, n_expert, n_tiers = losses.shape
         flat = np.asarray(losses, np.float64).reshape(-1, n_tiers)
         of_expert = np.repeat(np.asarray(sizes, np.int64), n_expert, axis=0)
@@ -77,8 +80,11 @@ class Hull:
 def _edges(
     losses: np.ndarray, sizes: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the falling edges of each expert's hull: slope (saved loss per byte), expert, target
-    tier, added bytes, saved loss. losses, sizes: [n, n_tiers]."""
+    """Return the falling edges of each expert's hull.
+
+    These are slope (saved loss per byte), expert, target tier, added bytes, saved loss. losses,
+    sizes: [n, n_tiers].
+    """
     rows, at = np.arange(len(losses)), start
     last = np.full(len(losses), np.inf)
     none = np.zeros(0, np.int64)
@@ -101,8 +107,10 @@ def _edges(
 
 
 def in_tiers(losses: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-    """Return the losses of the given tiers, [n_layers, n_expert]. losses: [n_layers, n_expert,
-    n_tiers]; tiers: [n_layers, n_expert]."""
+    """Return the losses of the given tiers, [n_layers, n_expert].
+
+    losses: [n_layers, n_expert, n_tiers]; tiers: [n_layers, n_expert].
+    """
     found: np.ndarray = np.take_along_axis(losses, tiers[..., None].astype(np.int64), axis=2)
     return found[..., 0]
 

@@ -6,10 +6,10 @@ computed in the model's graph and arrives with the route event, best first.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from orchestrator.errors import ConfigError
 from orchestrator.events import Phase, StepReport
@@ -22,8 +22,7 @@ L = TypeVar("L", bound="LookAhead")
 
 @dataclass(frozen=True)
 class LookAhead(Settings):
-    """Settings of policies that prefetch the experts that the next layers are predicted to
-    choose."""
+    """Settings of policies that prefetch the experts predicted for the next layers."""
 
     prefetch: str = setting(
         AUTO,
@@ -35,18 +34,14 @@ class LookAhead(Settings):
         None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
     )
 
-    @property
-    def default_ahead(self) -> int:
-        """The policy's default for n_ahead."""
-        return 1
-
-    def with_usual(self: L) -> L:
-        """Return the settings with n_ahead set to the policy's default if it was None."""
-        return self if self.n_ahead is not None else replace(self, n_ahead=self.default_ahead)
+    usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return the settings for a trace that predicts `depth` layers ahead. asked: names of
-        settings that the user set. Raises ConfigError if a setting in asked needs more."""
+        """Return the settings for a trace that predicts `depth` layers ahead.
+
+        asked: names of settings that the user set. Raises ConfigError if a setting in asked needs
+        more.
+        """
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
@@ -85,8 +80,10 @@ class PredictionScore:
         self._seen: list[tuple[int, Collection[int], Collection[int]]] = []
 
     def expect(self, layer: int, experts: Collection[int]) -> None:
-        """Note the experts prefetched in a layer, for comparison with the next observe(). The
-        sequences are not copied."""
+        """Note the experts prefetched in a layer, for comparison with the next observe().
+
+        The sequences are not copied.
+        """
         self._layer, self._experts = layer, experts
 
     def observe(self, layer: int, experts: Collection[int]) -> None:
@@ -112,7 +109,9 @@ class PredictionScore:
 
     def precision(self) -> list[float | None]:
         """Return one value per layer; None if nothing was prefetched, as in the first layer.
-        FIRM-MoE calls it utilisation, eq. 8."""
+
+        FIRM-MoE calls it utilisation, eq. 8.
+        """
         return self._ratios(3, 0)
 
     def recall(self) -> list[float | None]:
@@ -152,8 +151,10 @@ class Prefetching:
         return self.pays != other_way
 
     def step_done(self, report: StepReport) -> None:
-        """Record the time of a decode step of one token, which ran with or without prefetching as
-        `on` said."""
+        """Record the time of a decode step of one token.
+
+        It ran with or without prefetching as `on` said.
+        """
         if self.asked != AUTO or report.phase != Phase.DECODE or report.n_tokens != 1:
             return
         if self._wait > 0:
@@ -172,8 +173,10 @@ class Prefetching:
         self._wait, self._trial = self._period, []
 
     def report(self) -> dict[str, Any]:
-        """Return prefetch, which is "off", "on" or "paused" (slower than without), and recall and
-        precision per layer since the runtime started."""
+        """Return prefetch, and recall and precision per layer since the runtime started.
+
+        prefetch is "off", "on" or "paused" (slower than without).
+        """
         auto = ON if self.pays else "paused"
         return {
             "prefetch": auto if self.asked == AUTO else self.asked,

@@ -1,5 +1,7 @@
-"""The hot experts of a layer for a sequence, and the bits of the others (the near-data paper,
-sections 4.1 and 4.2)."""
+"""The hot experts of a layer for a sequence, and the bits of the others.
+
+See the near-data paper, sections 4.1 and 4.2.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ class PlacementSettings(Settings):
 
 
 def best_of_each_width(tiers: Sequence[str]) -> list[str]:
-    """Return the best of these tiers for each width in nominal bits, widest first. tiers: best
-    first."""
+    """Return the best of these tiers for each width in nominal bits, widest first.
+
+    tiers: best first.
+    """
     by_bits = {nominal_bits(tier): tier for tier in reversed(tiers)}
     return [by_bits[bits] for bits in sorted(by_bits, reverse=True)]
 
@@ -90,8 +94,10 @@ def place(
     settings: PlacementSettings,
     most: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Return the tier of each expert, uint8 [n_layers, n_expert]: 0 for the n_hot most important
-    experts of each layer, ties by index, and 1 + i for experts with bits[i].
+    """Return the tier of each expert, uint8 [n_layers, n_expert].
+
+    The n_hot most important experts of each layer have tier 0, ties by index. Experts with bits[i]
+    have tier 1 + i.
 
     scores: S [n_layers, n_expert]. losses: float64 [n_layers, n_expert, len(bits)]. Experts that
     are not hot take at most near_bits on average, floor(E_n * near_bits) together. most: the
@@ -136,8 +142,9 @@ def prefix_split(
     weights: np.ndarray | None = None,
     most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Return how many experts get each width, n_b for each of bits. The most important experts get
-    the widest.
+    """Return how many experts get each width, n_b for each of bits.
+
+    The most important experts get the widest.
 
     loss: L_i(b), float64 [E_n, len(bits)], most important expert first. bits: nominal bits per
     weight, falling, at most MAX_WIDTHS; a width that the file lacks is left out, as if its n_b were
@@ -194,8 +201,10 @@ def prefix_split(
 
 
 def _last_largest(sums: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return the last position of the maximum of sums[begin..end] for each (begin, end). sums:
-    prefix sums [n + 1]."""
+    """Return the last position of the maximum of sums[begin..end] for each (begin, end).
+
+    sums: prefix sums [n + 1].
+    """
     if (sums[1:] >= sums[:-1]).all():
         return end
     n = len(sums)

@@ -32,8 +32,10 @@ class Pool:
 
 
 def pools_by_size(shape: ModelShape, *tiers: int) -> list[Pool]:
-    """Group layers by the size of slots that hold any of the tiers. Fewer pools need fewer reserve
-    slots."""
+    """Group layers by the size of slots that hold any of the tiers.
+
+    Fewer pools need fewer reserve slots.
+    """
     pools: list[Pool] = []
     largest = [
         {kind: max(of_layer[tier][kind] for tier in tiers) for kind in of_layer[tiers[0]]}
@@ -58,8 +60,10 @@ def _similar_sizes(ours: dict[int, int], theirs: dict[int, int]) -> bool:
 
 
 def slot_sizes(shape: ModelShape) -> np.ndarray:
-    """Return the slot bytes of an expert in each tier, int64 [n_layers, n_tiers]: those of the
-    largest layer of its pool."""
+    """Return the slot bytes of an expert in each tier, int64 [n_layers, n_tiers].
+
+    They are those of the largest layer of its pool.
+    """
     sizes = np.zeros((shape.n_layers, len(shape.tiers)), np.int64)
     for tier in range(len(shape.tiers)):
         for pool in pools_by_size(shape, tier):
@@ -68,8 +72,10 @@ def slot_sizes(shape: ModelShape) -> np.ndarray:
 
 
 def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
-    """Return the slot plan of (pool, tiers that it holds, whether its slots are in host memory next
-    to a device) entries."""
+    """Return the slot plan of a list of pools.
+
+    An entry is (pool, tiers that it holds, whether its slots are in host memory next to a device).
+    """
     groups: list[SlotGroup] = []
     group_of: dict[tuple[int, int, int], int] = {}
     for pool, tiers, on_host in pools:
@@ -81,12 +87,16 @@ def slot_plan(pools: Iterable[tuple[Pool, Sequence[int], bool]]) -> SlotPlan:
 
 
 class Tracker:
-    """The free slots of each pool at one moment (DynaExq's BudgetTracker). Slots that are freed
-    later appear in the next tracker."""
+    """The free slots of each pool at one moment (DynaExq's BudgetTracker).
+
+    Slots that are freed later appear in the next tracker.
+    """
 
     def __init__(self, free: list[list[int]], pool_of: list[np.ndarray]) -> None:
-        """free[tier][pool]: free slots. pool_of[tier][layer]: pool index. Tiers that share pools
-        share a list."""
+        """free[tier][pool]: free slots.
+
+        pool_of[tier][layer]: pool index. Tiers that share pools share a list.
+        """
         self._free, self._pool_of = free, pool_of
 
     @property
@@ -115,8 +125,9 @@ class Tracker:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Slots for n_experts[layer] experts of each layer in any of `tiers`. Each slot has the size of
-    the largest tier.
+    """Slots for n_experts[layer] experts of each layer in any of `tiers`.
+
+    Each slot has the size of the largest tier.
 
     reserve: add slots for moving experts, one per experts_per_move experts of a pool, at most
     most_moves. on_host: slots are in host memory next to a device.
@@ -130,8 +141,10 @@ class Places:
     on_host: bool = False
 
     def slots(self, pool: Pool, n_expert: int) -> int:
-        """Return the number of slots of a pool, with n_expert experts per layer. It is at least
-        one, because the store requires a slot in every tier."""
+        """Return the number of slots of a pool, with n_expert experts per layer.
+
+        It is at least one, because the store requires a slot in every tier.
+        """
         n = sum(self.n_experts[layer] for layer in pool.layers)
         moves = max(1, len(pool.layers) * n_expert // self.experts_per_move)
         return max(1, n + min(self.most_moves, moves) * (self.reserve and n > 0))
@@ -141,11 +154,11 @@ class TierPools:
     """The pools of a plan with several `Places`; each tier belongs to one of them.
 
     If all places but the first have reserve slots, every assignment with the same number of experts
-    per place can be reached from any other one, moving each expert once. Proof: a move within a
-    place takes a reserve slot and returns one. Suppose that some experts still have to move. If the
-    wanted pools are full, each of them holds an expert that must leave it, and another pool of
-    these places holds fewer experts than it should. If none is full, only moves to the first place
-    are left; one of its own experts must leave then, and finds a slot.
+    per place can be reached from any other assignment, moving each expert once. Proof: a move
+    within a place takes a reserve slot and returns one. Suppose that some experts still have to
+    move. If the wanted pools are full, each of them holds an expert that must leave it, and another
+    pool of these places holds fewer experts than it should. If none is full, only moves to the
+    first place are left; one of its own experts must leave then, and finds a slot.
     """
 
     def __init__(self, shape: ModelShape, places: Sequence[Places]) -> None:
@@ -171,8 +184,10 @@ class TierPools:
 
     @property
     def pool_of(self) -> np.ndarray:
-        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers]. Within a
-        tier, equal numbers mean the same pool."""
+        """The pool that holds a layer's experts in each tier, int64 [n_layers, n_tiers].
+
+        Within a tier, equal numbers mean the same pool.
+        """
         return np.stack([self._pool_in[at] for at in self._place_of], axis=1)
 
     def plan(self) -> SlotPlan:
@@ -180,8 +195,11 @@ class TierPools:
         return slot_plan((pool, at.tiers, at.on_host) for at, pools in places for pool in pools)
 
     def track(self, resident: np.ndarray, target: np.ndarray) -> Tracker:
-        """Return the free slots now. resident, target: uint8 [n_layers, n_expert], as in
-        StepReport. An expert that moves holds a slot in both tiers, even if they share a pool."""
+        """Return the free slots now.
+
+        resident, target: uint8 [n_layers, n_expert], as in StepReport. An expert that moves holds a
+        slot in both tiers, even if they share a pool.
+        """
         moving = target != resident
         free = []
         for pools, pool_in, is_in in zip(self._pools, self._pool_in, self._is_in, strict=True):
@@ -194,8 +212,10 @@ class TierPools:
     def moves_to(
         self, wanted: np.ndarray, resident: np.ndarray, target: np.ndarray, gains: np.ndarray
     ) -> list[Transition]:
-        """Return the moves of experts at rest towards their wanted tiers, as far as slots are free.
-        Moves to lower tiers come first, because they free better slots; then by falling gain.
+        """Return the moves of experts at rest towards their wanted tiers.
+
+        Each move has a free slot. Moves to lower tiers come first, because they free better slots;
+        then by falling gain.
 
         wanted, resident, target: uint8 [n_layers, n_expert], the latter two as in StepReport.
         gains: float64 [n_layers, n_expert].
@@ -224,13 +244,17 @@ def nominal_bits(tier: str) -> int:
 
 def nominal_losses(bits: Sequence[float], n_layers: int, n_expert: int) -> np.ndarray:
     """Return losses that replace a missing loss table, float64 [n_layers, n_expert, len(bits)].
-    Each bit more divides the mean squared error by four, for all experts equally."""
+
+    Each bit more divides the mean squared error by four, for all experts equally.
+    """
     return np.tile(0.25 ** np.array(bits, np.float64), (n_layers, n_expert, 1))
 
 
 def shares(sums: np.ndarray, otherwise: np.ndarray | None = None) -> np.ndarray:
-    """Return each row divided by its sum, float64 [n_layers, n_expert]. A row with sum 0 is
-    replaced by the row of `otherwise`, or by uniform shares."""
+    """Return each row divided by its sum, float64 [n_layers, n_expert].
+
+    A row with sum 0 is replaced by the row of `otherwise`, or by uniform shares.
+    """
     total = sums.sum(axis=1, keepdims=True, dtype=np.float64)
     fallback = np.full(sums.shape, 1 / sums.shape[1]) if otherwise is None else otherwise
     found: np.ndarray = np.where(total > 0, sums / np.where(total > 0, total, 1), fallback)

@@ -1,5 +1,7 @@
-"""Prefill with slots per layer: ranking of experts (DyMoE, section 4.2), streaming, and prefetching
-(section 4.4.1)."""
+"""Prefill with slots per layer.
+
+Ranking of experts (DyMoE, section 4.2), streaming, and prefetching (section 4.4.1).
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
+from orchestrator.allocation.slots import Rules
 from orchestrator.events import SKIP, DecisionBuffer, RouteEvent, StoreView, distinct
 
-# Shares of a layer's high slots: for the experts that a prompt uses most, and for streaming the
-# rest of its experts (docs/experiments/prompts.md).
+# Share of a layer's high slots for the experts that a prompt uses most; PASSING_SHARE is for
+# streaming the rest of its experts (docs/experiments/engine.md).
 _STAYS_SHARE = 0.75
-_PASSING_SHARE = 0.5
 
 
-def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
-    """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
-    use half of the slots of tier 0."""
-    groups: list[SlotGroup] = []
-    group_of: dict[tuple[int, int, int], int] = {}
-    for layer, of_tiers in enumerate(counts):
-        for tier, units in enumerate(of_tiers):
-            passing = max(1, int(units * _PASSING_SHARE)) if tier == 0 else units
-            for kind, size in shape.slots[layer][tier].items():
-                group_of[layer, kind, tier] = len(groups)
-                groups.append(SlotGroup(size, units, passing))
-    return SlotPlan(tuple(groups), group_of)
+def gate_order(weights: Sequence[float]) -> Sequence[int]:
+    """Return the positions of one token's routed experts, most important first.
 
-
-def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
-    """Return the number of tier-0 slots of each layer: the same in every layer, at least one."""
-    n = shape.n_expert
-    sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
-    return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
+    The importance I(E_j) is the routing weight g_j (eq. 3). weights: [k]. Equal weights keep the
+    router's order, which is by weight unless the router selects by another criterion (a bias,
+    groups).
+    """
+    places = range(len(weights))
+    if sorted(weights, reverse=True) == weights:
+        return places
+    return sorted(places, key=weights.__getitem__, reverse=True)
 
 
 def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
-    """Return the indices of the top-k tokens T_imp by the attention s_i that they receive
-    (eq. 1), with k = ceil(share * T), at least 1. scores: float32 [T]. The order of the
-    result is undefined."""
+    """Return the indices of the top-k tokens T_imp by the attention s_i that they receive (eq. 1).
+
+    k is ceil(share * T), at least 1. scores: float32 [T]. The order of the result is undefined.
+    """
     k = max(1, math.ceil(share * len(scores)))
     if k >= len(scores):
         return np.arange(len(scores))
@@ -51,8 +45,10 @@ def heavy_hitters(scores: np.ndarray, share: float) -> np.ndarray:
 
 
 class Ranking(NamedTuple):
-    """The experts of a layer, most important first. The first n_high of order are critical; the
-    first n_used are used."""
+    """The experts of a layer, most important first.
+
+    The first n_high of order are critical; the first n_used are used.
+    """
 
     order: np.ndarray
     n_high: int
@@ -141,7 +137,7 @@ class Prompts:
         if n_high < n_used:
             out.renormalize = self.rules.renormalize
             out.tier_array[order[n_high:]] = self.low
-        out.passing_array[self._passing(layer, order)] = 1
+        out.passing_array[self._streamed(layer, order)] = 1
         out.passing_array[ids[gated]] = 0
         if not (event.n_ahead and ahead):
             return
@@ -153,7 +149,7 @@ class Prompts:
         rankings += [Ranking(row, t, event.k) for row in ids[gated]]
         predicted = together(rankings, n_expert)
         passing = np.zeros(n_expert, bool)
-        passing[self._passing(layer, predicted.order)] = True
+        passing[self._streamed(layer, predicted.order)] = True
         passing[ids[gated]] = False
         self._load_ahead(layer, predicted, passing, view, out)
 
@@ -176,8 +172,10 @@ class Prompts:
         return Ranking(order, self.critical(layer, n_used), n_used)
 
     def _by_gates(self, event: RouteEvent, view: StoreView, rows: np.ndarray) -> Ranking:
-        """Return the ranking of experts for tokens that are ranked by gates: experts needed in the
-        high tier first."""
+        """Return the ranking of experts for tokens that are ranked by gates.
+
+        Experts needed in the high tier come first.
+        """
         ids, weights = event.ids_array[rows], event.weights_array[rows]
         used = distinct(ids)
         if self.gated is None:
@@ -186,9 +184,11 @@ class Prompts:
         order = np.concatenate([used[high], used[~high]])
         return Ranking(order, int(np.count_nonzero(high)), len(used))
 
-    def _passing(self, layer: int, order: np.ndarray) -> np.ndarray:
-        """Return the experts of an order that are streamed, unless a token that is ranked by gates
-        needs them."""
+    def _streamed(self, layer: int, order: np.ndarray) -> np.ndarray:
+        """Return the experts of an order that are streamed.
+
+        Experts that a token ranked by gates needs are not streamed.
+        """
         stays = int(self.room[layer][0] * _STAYS_SHARE) if self.passes else len(order)
         return order[stays:]
 
@@ -200,8 +200,9 @@ class Prompts:
         view: StoreView,
         out: DecisionBuffer,
     ) -> None:
-        """Prefetch the experts of a layer that tokens are predicted to select, by predicted
-        importance (eq. 7).
+        """Prefetch the experts of a layer that tokens are predicted to select.
+
+        The order is that of the predicted importance (eq. 7).
 
         Critical experts are requested in tier 0, the others in tier `low`, or not at all if it is
         SKIP. passing: bool [n_expert], experts to stream. No more experts are read than there are

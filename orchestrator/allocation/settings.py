@@ -13,8 +13,7 @@ USUAL_RATE = 128 << 20  # bytes a second
 
 @dataclass(frozen=True)
 class Background(Settings):
-    """Settings of policies that exchange tiers of experts during decoding, by their usage so
-    far."""
+    """Settings of policies that exchange tiers of experts during decoding by their usage."""
 
     profile: Path | None = setting(
         None,
@@ -33,8 +32,10 @@ class Background(Settings):
 
 @dataclass(frozen=True)
 class Shared(Settings):
-    """Settings of otherwise unrelated policies. Each policy takes the ones it needs with
-    `again`."""
+    """Settings of otherwise unrelated policies.
+
+    Each policy takes the ones it needs with `inherit`.
+    """
 
     hot_experts: int | None = setting(
         None,

@@ -1,16 +1,28 @@
-"""The slot sizes of a model, and the division of a budget into slots."""
+"""The slot sizes of a model, and the division of a budget into slots: in proportion, evenly over
+layers, or by depth.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
+
+from orchestrator.errors import ConfigError
 
 # The index of a tier among all tiers of a file, best first. A plain `int` tier is an index among
 # the tiers in use, which policies choose and the store holds.
 FileTier = NewType("FileTier", int)
 
 Transition = tuple[int, int, int]  # layer, expert, new tier
+
+# Share of a layer's high slots that streaming may use (docs/experiments/engine.md).
+PASSING_SHARE = 0.5
+
+# How a share falls with depth (DyMoE, section 4.3).
+SCHEDULES = ("cosine", "linear", "flat")
+COSINE, LINEAR, FLAT = SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +86,10 @@ class SlotGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Slot groups, and the index of the group that holds each (layer, kind, tier). total_bytes does
-    not include host_bytes, the slots in host memory next to a device."""
+    """Slot groups, and the index of the group that holds each (layer, kind, tier).
+
+    total_bytes does not include host_bytes, the slots in host memory next to a device.
+    """
 
     groups: tuple[SlotGroup, ...]
     group_of: dict[tuple[int, int, int], int]
@@ -131,3 +145,43 @@ def divide(shares: Sequence[Share], budget_bytes: int) -> list[int]:
         units[neediest] += 1
         rest -= shares[neediest].unit_bytes
     return units
+
+
+def even_slots(shape: ModelShape, budget_bytes: int) -> list[int]:
+    """Return the number of tier-0 slots of each layer: the same in every layer, at least one."""
+    n = shape.n_expert
+    sizes = [shape.expert_slot_bytes(layer, 0) for layer in range(shape.n_layers)]
+    return divide([Share(size, 1, n, n) for size in sizes], budget_bytes)
+
+
+def layer_groups(shape: ModelShape, counts: Sequence[Sequence[int]]) -> SlotPlan:
+    """Return one slot group per (layer, kind, tier) with counts[layer][tier] slots. Streaming may
+    use half of the slots of tier 0.
+    """
+    groups: list[SlotGroup] = []
+    group_of: dict[tuple[int, int, int], int] = {}
+    for layer, of_tiers in enumerate(counts):
+        for tier, units in enumerate(of_tiers):
+            passing = max(1, int(units * PASSING_SHARE)) if tier == 0 else units
+            for kind, size in shape.slots[layer][tier].items():
+                group_of[layer, kind, tier] = len(groups)
+                groups.append(SlotGroup(size, units, passing))
+    return SlotPlan(tuple(groups), group_of)
+
+
+def falling(schedule: str, n_layers: int) -> list[float]:
+    """Return c(l) for every layer, a schedule that falls from 1 in the first layer to 0 in the
+    last.
+
+    cosine: c(l) = (cos(pi * l / (L-1)) + 1) / 2 with L = n_layers, of eq. 4. For comparison:
+    linear, c(l) = 1 - l / (L-1); flat, 0 in all layers. A single layer gets 0. Raises ConfigError
+    for an unknown schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"unknown schedule '{schedule}'; known: {', '.join(SCHEDULES)}")
+    if schedule == FLAT or n_layers == 1:
+        return [0.0] * n_layers
+    places = [layer / (n_layers - 1) for layer in range(n_layers)]
+    if schedule == LINEAR:
+        return [1 - place for place in places]
+    return [(math.cos(math.pi * place) + 1) / 2 for place in places]

@@ -27,16 +27,21 @@ _LARGEST_BYTES = 1 << 20
 
 
 def user_folder(kind: str) -> Path:
-    """Return our folder for files of a kind, "cache" or "state"; it may not exist yet. A relative
-    path in the environment is ignored, as the XDG base directory specification requires."""
+    """Return our folder for files of a kind, "cache" or "state"; it may not exist yet.
+
+    A relative path in the environment is ignored, as the XDG base directory specification requires.
+    """
     base = os.environ.get(f"XDG_{kind.upper()}_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / _USUAL[kind]) / "moe-edge"
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file for atomic writing. It gets its name when the block ends without an error, and is
-    deleted otherwise. Also deletes unfinished files of a killed writer. Raises OSError."""
+    """Open a file for atomic writing.
+
+    It gets its name when the block ends without an error, and is deleted otherwise. Also deletes
+    unfinished files of a killed writer. Raises OSError.
+    """
     remove_abandoned(path)
     with _about(path):
         unfinished = UnfinishedFile(path, mode)
@@ -50,9 +55,11 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextmanager
 def whole_files(folder: Path, first: str) -> Iterator[Path]:
-    """Yield an empty folder whose files are moved to `folder` when the block ends without an error:
-    all of them or none. `first` is moved first, so an interrupt before that leaves none. Raises
-    OSError."""
+    """Yield an empty folder whose files are moved to `folder` at the end of the block.
+
+    If the block ends without an error, all of them are moved, otherwise none. `first` is moved
+    first, so an interrupt before that leaves none. Raises OSError.
+    """
     with TemporaryDirectory(prefix="moe-edge-") as made, ExitStack() as begun:
         yield Path(made)
         paths = sorted(Path(made).iterdir(), key=lambda path: (path.name != first, path.name))
@@ -78,8 +85,10 @@ def check_target(path: Path) -> None:
 
 @contextmanager
 def _about(path: Path) -> Iterator[None]:
-    """Make an OSError name `path`. The error of a full disk names no file, and other errors may
-    name a temporary file."""
+    """Make an OSError name `path`.
+
+    The error of a full disk names no file, and other errors may name a temporary file.
+    """
     try:
         yield
     except OSError as error:
@@ -90,8 +99,10 @@ def _about(path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None for any other content or a larger file. Raises
-    OSError."""
+    """Return the JSON object in a file; None for any other content or a larger file.
+
+    Raises OSError.
+    """
     with open_file(path) as file:
         # read(n) would allocate n bytes even for a small file
         text = file.read() if os.fstat(file.fileno()).st_size <= most_bytes else b""
@@ -115,8 +126,10 @@ def digest(*said: Any) -> str:
 
 
 def recalled(path: Path, form: str, name: str) -> dict[str, Any]:
-    """Return what keep() stored under a name; empty if the file is missing, damaged or of another
-    format."""
+    """Return what keep() stored under a name.
+
+    It is empty if the file is missing, damaged or of another format.
+    """
     data: dict[str, Any] | None = None
     with suppress(OSError):
         data = read_object(path, _LARGEST_BYTES)
@@ -145,7 +158,7 @@ KINDS = {
     "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
     "speed": "how fast this machine computes and reads, measured again when it is needed",
     "source": "the source of llama.cpp with our patches",
-    "tuned": "what policies tuned, of each model",
+    "tuned": "settings that policies tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
     "wheels": "llama.cpp as it was built, for other environments",
 }
@@ -177,8 +190,10 @@ def user_cache() -> list[CacheFolder]:
 
 
 def clear_cache(names: tuple[str, ...]) -> list[CacheFolder]:
-    """Delete the named folders, or all of them, and return their descriptions. Raises ConfigError
-    for an unknown name before anything is deleted, and OSError."""
+    """Delete the named folders, or all of them, and return their descriptions.
+
+    Raises ConfigError for an unknown name before anything is deleted, and OSError.
+    """
     here = {each.name: each for each in user_cache()}
     chosen = list(here.values()) if ALL in names else []
     for name in names if ALL not in names else ():

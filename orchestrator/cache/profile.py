@@ -1,5 +1,7 @@
-"""Records of a model that runs keep for later runs: hotness, expert usage, and tuned settings of
-policies."""
+"""Records of a model that runs keep for later runs.
+
+They are hotness, expert usage, and tuned settings of policies.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,10 @@ def _identity(parts: tuple[tuple[Path, int], ...], stamps: tuple[tuple[int, int]
 
 
 def cached_path(model: ExpertModel, kind: str = "hotness") -> Path:
-    """Return the user cache's file for one kind of record of a model: hotness, usage, plans or
-    tuned."""
+    """Return the user cache's file for one kind of record of a model.
+
+    The kinds are hotness, usage, plans and tuned.
+    """
     return user_folder("cache") / kind / f"{identity(model)[:32]}.json"
 
 
@@ -113,8 +117,9 @@ def _rounded(values: np.ndarray) -> list[list[float]]:
 
 
 class _Cached:
-    """A record of a model in the user cache, if config.remember is set. Read and write errors of
-    the cache are ignored.
+    """A record of a model in the user cache, if config.remember is set.
+
+    Read and write errors of the cache are ignored.
 
     note: why the record of earlier runs is not used, or None.
     """
@@ -161,8 +166,11 @@ class HotnessKeeper(_Cached):
         return None
 
     def recall(self) -> np.ndarray | None:
-        """Return the hotness, float64 [n_layers, n_expert], or None if unknown. The first call
-        reads the file. Raises ProfileError or OSError if a named file cannot be used."""
+        """Return the hotness, float64 [n_layers, n_expert], or None if unknown.
+
+        The first call reads the file. Raises ProfileError or OSError if a named file cannot be
+        used.
+        """
         return self._known if self._now is None else self._now
 
     def learn(self, hotness: np.ndarray) -> None:
@@ -183,8 +191,9 @@ class HotnessKeeper(_Cached):
 
 
 class UsageKeeper(_Cached):
-    """The number of tokens that used each expert of a model, in earlier runs under any policy and
-    in this one.
+    """The number of tokens that used each expert of a model.
+
+    It covers earlier runs under any policy and this one.
 
     It uses the file format of profiles. Older runs count less: the record of all earlier runs is
     scaled to at most _USED_TOKENS tokens.
@@ -204,8 +213,10 @@ class UsageKeeper(_Cached):
                 pass
 
     def recall(self) -> np.ndarray | None:
-        """Return the number of tokens that used each expert, float64 [n_layers, n_expert]; None if
-        unknown. Counts of stores freed in this run are included."""
+        """Return the number of tokens that used each expert, float64 [n_layers, n_expert].
+
+        Return None if it is unknown. Counts of stores freed in this run are included.
+        """
         used = self._known + self._now
         return used if used.any() else None
 

@@ -53,7 +53,7 @@ _BAR = 10  # of /memory, in characters
 def _follow(
     session: Session, console: Console, answer: Iterator[Piece], shown: bool
 ) -> tuple[str, str]:
-    """Show an answer as it comes, if it is to be shown, until Ctrl-C stops it.
+    """Show an answer as it comes if `shown` is set, until Ctrl-C stops it.
 
     Returns the text of the answer, and that of the reasoning before it.
     """
@@ -108,8 +108,10 @@ class Chat:
         change_model: Callable[[str], None],
         tell: Callable[[], None],
     ) -> None:
-        """change_model: lets the model of that name continue the session. tell: shows what the
-        runtime had to say since the last answer."""
+        """change_model: lets the model of that name continue the session.
+
+        tell: shows what the runtime had to say since the last answer.
+        """
         self.session = session
         self.console = console
         self.tell = tell
@@ -122,7 +124,7 @@ class Chat:
         # For each command: its arguments, its help, and the function that runs it.
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
-                "/regen": ("", "replace the last answer by another one", self._regen),
+                "/regen": ("", "replace the last answer by another answer", self._regen),
                 "/read": ("FILE", "put a text file before your next message", self._read),
                 "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
                 "/reset": ("", "forget the conversation", self._reset),

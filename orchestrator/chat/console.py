@@ -1,6 +1,7 @@
 """The terminal: answers on stdout, all else on stderr, and no escape code in a pipe.
 
-The only place that reads NO_COLOR and TERM."""
+The only place that reads NO_COLOR and TERM.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def strip_controls(text: str) -> str:
 
 
 class Console:
-    """stdin, stdout and stderr of a conversation, and what each of them can show."""
+    """stdin, stdout and stderr of a conversation, and their abilities."""
 
     def __init__(self) -> None:
         # A character that the terminal's encoding lacks must not end the answer.
@@ -188,14 +189,18 @@ class Console:
         self._bar_next_s = 0.0
 
     def answer(self, text: str) -> None:
-        """Write a piece of the answer to stdout; on a terminal without control characters, and
-        with lines that end between words."""
+        """Write a piece of the answer to stdout.
+
+        On a terminal, control characters are removed, and lines end between words.
+        """
         self._end_thought()
         self.write(self._wrap.feed(strip_controls(text)) if self.out_tty else text)
 
     def thought(self, text: str) -> None:
-        """Write a piece of the model's reasoning, which comes before its answer: dim on a terminal,
-        and not at all elsewhere."""
+        """Write a piece of the model's reasoning, which comes before its answer.
+
+        It is dim on a terminal, and not shown elsewhere.
+        """
         if self.out_tty:
             if not self._is_thinking and self._color:
                 sys.stdout.write(_DIM)
@@ -228,8 +233,10 @@ class Console:
 
     @contextmanager
     def quiet_keys(self) -> Iterator[None]:
-        """In the block the terminal does not show what is typed, and keeps it for the next
-        question. Ctrl-C still arrives."""
+        """Hide typed characters on the terminal during the block.
+
+        They are kept for the next question. Ctrl-C still arrives.
+        """
         before = self._tty_state()
         if before is None:
             yield
@@ -248,8 +255,11 @@ class Console:
             restore()
 
     def _tty_state(self) -> list[Any] | None:
-        """Return the modes of the terminal; None if stdin and stdout are no terminal, or if this
-        process is in the background: changing the modes would stop it."""
+        """Return the modes of the terminal.
+
+        Return None if stdin and stdout are no terminal, or if this process is in the background:
+        changing the modes would stop it.
+        """
         if not (self.in_tty and self.out_tty):
             return None
         import termios
@@ -268,7 +278,7 @@ class Console:
         self.notes.flush()
 
     def explain(self, groups: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """Write names and what they mean, in groups with a heading."""
+        """Write names and their meanings, in groups with a heading."""
         self.note(explained(groups, shutil.get_terminal_size().columns))
 
     def fields(self, fields: list[str]) -> None:
@@ -284,7 +294,7 @@ class Console:
         self.note(line)
 
     def error(self, text: str) -> None:
-        """Write one sentence about what went wrong to stderr."""
+        """Write one sentence about an error to stderr."""
         self.end_bar()
         sys.stderr.write(_fit(f"Error: {strip_controls(text)}", sys.stderr) + "\n")
         sys.stderr.flush()
@@ -343,8 +353,8 @@ class Console:
         text = self._bar_label + cells + amount
         width = shutil.get_terminal_size().columns - 1
         if len(text) > width:  # the share is said without the cells, and the label in whole words
-            room = max(1, width - len(amount))
-            text = (textwrap.shorten(self._bar_label, room, placeholder="") + amount)[:width]
+            n_columns = max(1, width - len(amount))
+            text = (textwrap.shorten(self._bar_label, n_columns, placeholder="") + amount)[:width]
         sys.stderr.write("\r\x1b[K" + self._dim(text))
         sys.stderr.flush()
         self._bar_shown = True
@@ -469,8 +479,11 @@ def progress_bar(label: str) -> Iterator[ProgressBar]:
 
 
 def _time_of(passed_s: float, fraction: float | None) -> str:
-    """Return the time left, such as ", 3 min left", or the time that has passed if the share is not
-    known. Empty until that says something."""
+    """Return the time left, such as ", 3 min left".
+
+    If the share is not known, return the time that has passed. Empty at first, when neither is
+    informative.
+    """
     if fraction is None or fraction <= 0:
         return f", {passed_s:.0f} s" if passed_s >= BAR_TICK_S else ""
     if passed_s < ESTIMATE_AFTER_S or fraction >= 1:

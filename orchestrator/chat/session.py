@@ -1,6 +1,7 @@
 """A conversation: its messages, the files that hold them, and the runtime that answers.
 
-It knows no terminal."""
+It knows no terminal.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def _conversations(folder: Path) -> list[Path]:
 
 
 def goes_on(messages: Sequence[Message], path: Path) -> bool:
-    """Return whether messages begin with those of a file, so that replacing it loses nothing."""
+    """Return whether messages begin with those of a file, so that it can be replaced."""
     try:
         before = read_conversation(path)
     except ConfigError:
@@ -129,7 +130,7 @@ class Session(Closing):
     """The messages of a conversation, and the runtime that answers them.
 
     `messages` is everything said. If that outgrows the context, the oldest exchanges are left out
-    of what the model sees: `left_out` counts their messages. `last_stats`: what the latest answer
+    of the prompt: `left_out` counts their messages. `last_stats`: what the latest answer
     cost, or None. `constraint`: fields of a request that constrain the answers, a JSON schema or a
     grammar.
     """
@@ -226,7 +227,7 @@ class Session(Closing):
         self._answer = answer
         try:
             for event in answer:
-                if self.stopped:  # what came after it was not seen
+                if self.stopped:  # later events are not seen
                     break
                 if on_prefill is not None and "prompt_progress" in event:
                     read = event["prompt_progress"]
@@ -271,8 +272,10 @@ class Session(Closing):
                 write_conversation(self.kept, self.messages)
 
     def stop(self) -> None:
-        """End the running answer soon, and set `stopped`; safe in a signal handler and from any
-        thread."""
+        """End the running answer soon, and set `stopped`.
+
+        Safe in a signal handler and from any thread.
+        """
         self.stopped = True
         answer = self._answer
         if answer is not None:

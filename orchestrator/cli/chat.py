@@ -26,11 +26,12 @@ from orchestrator.cli.options import (
     open_runtime,
     option,
 )
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NoLossTableError
 from orchestrator.settings import MORE
 
 if TYPE_CHECKING:
     from orchestrator.chat.session import Session
+    from orchestrator.config import Config
     from orchestrator.runtime.runtime import Runtime
 
 # Bytes. No context can hold a longer text.
@@ -112,9 +113,18 @@ def chat(
         while notes:
             console.note(notes.pop(0))
 
-    with console.quiet_keys():
-        answering = Answering(grammars=bool(constraint))
-        runtime = open_runtime(config, console, answering, say=notes.append)
+    def opened() -> Runtime:
+        with console.quiet_keys():
+            answering = Answering(grammars=bool(constraint))
+            return open_runtime(config, console, answering, say=notes.append)
+
+    try:
+        runtime = opened()
+    except NoLossTableError as error:
+        if prompt is not None:
+            raise
+        offer_table(error, config, console)
+        runtime = opened()
     with Session(runtime, config, constraint) as session:
         if config.ctx and session.n_ctx > config.ctx:
             console.note(f"--ctx {config.ctx} is rounded up to {session.n_ctx}.")
@@ -134,6 +144,22 @@ def chat(
             elif not one_shot(session, console, prompt, as_json):
                 raise KeyboardInterrupt
     tell()
+
+
+def offer_table(error: NoLossTableError, config: Config, console: Console) -> None:
+    """Show the error, which names the command and its duration, and run it if the user agrees.
+
+    Ends the command otherwise.
+    """
+    from orchestrator.cli.measure import make_table
+    from orchestrator.cost.calibrating import TOKENS
+    from orchestrator.lab.calibrate.methods import Method
+
+    console.note(f"{error}.")
+    answer = console.ask("Run it now? [Y/n]")
+    if answer is None or answer.strip().lower() not in ("", "y", "yes"):
+        click.get_current_context().exit(1)
+    make_table(console, Method(tokens=TOKENS, threads=config.threads, ram=config.ram), config.model)
 
 
 def _leave(runtime: Runtime) -> None:

@@ -1,5 +1,7 @@
-"""Commands about model files and the cache: `inspect`, `verify`, `architectures`, `pull`, `list`,
-`rm` and `cache`."""
+"""Commands about model files and the cache.
+
+They are `inspect`, `verify`, `architectures`, `pull`, `list`, `rm` and `cache`.
+"""
 
 from __future__ import annotations
 

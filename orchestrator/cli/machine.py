@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,22 @@ import numpy as np
 from gguf_tools import built
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.config import Config
 from orchestrator.cost.disk import Bandwidth, bytes_per_s, kept_bandwidth
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import Frontier
 from orchestrator.cost.time import spare_bytes
 from orchestrator.errors import MoeEdgeError
 from orchestrator.native import Bandwidths, measure_device
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.machine import one_of_several
+from orchestrator.plan.records import PlanRequest
 
 _MEMORY_BYTES = 256 * 2**20
 _MEMORY_SECONDS = 0.5
 
 
 def examine(
-    config: Config,
+    request: PlanRequest,
     begins: Callable[[str], None] = lambda _what: None,
     disk: Bandwidth | None = None,
 ) -> tuple[dict[str, Any], Frontier | None]:
@@ -42,15 +42,15 @@ def examine(
 
     Raises MoeEdgeError for a model that cannot be read, and OSError if the disk fails.
     """
-    bindings = Bindings.load()
+    bindings, config = Bindings.load(), request.config
     threads = config.n_threads
     with ExpertModel.open(config.model, config.low) as model:
-        planner, note = _planner(bindings, config, model, disk)
+        planner, note = _planner(bindings, request, model, disk)
         gpu, machine = planner.gpu, planner.machine
         begins("Measuring the disk")
         disk = disk or kept_bandwidth(model, config)
         begins("Measuring the memory")
-        memory_speed = memory_bandwidth(threads, spare_bytes(config, model))
+        memory_speed = memory_bandwidth(threads, spare_bytes(request, model))
         begins("Measuring this machine")
         runs, plans, plan_note = None, None, ""
         notes = list[str]()
@@ -96,7 +96,7 @@ def examine(
     }, plans
 
 
-def plan_line(runs: Runs) -> str:
+def plan_line(runs: ResolvedPlan) -> str:
     """Return one line about the resolved plan: reason, quality loss, size and place."""
     plan = runs.plan
     how = plan.reason if plan.managed else f"llama.cpp's own path: {plan.reason}"
@@ -106,17 +106,17 @@ def plan_line(runs: Runs) -> str:
 
 
 def _planner(
-    bindings: Bindings, config: Config, model: ExpertModel, disk: Bandwidth | None
+    bindings: Bindings, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None
 ) -> tuple[Planner, str]:
     """Return (planner, why there is no GPU or that there are several).
 
     If the requested device is not available, the planner is for the CPU.
     """
     try:
-        planner = Planner(config, model, disk)
+        planner = Planner(request, model, disk)
     except MoeEdgeError as error:
-        here = config.with_changes(device="cpu", vram=None, misses=None)
-        return Planner(here, model, disk), str(error)
+        here = request.config.with_changes(device="cpu", vram=None, misses=None)
+        return Planner(replace(request, config=here), model, disk), str(error)
     if planner.gpu is not None:
         return planner, one_of_several(bindings, planner.gpu) or ""
     built = bindings.api.llama_supports_gpu_offload()
@@ -167,8 +167,7 @@ def render(found: dict[str, Any]) -> str:
 
 
 def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
-    """Describe the cost of an expert that is missing on the GPU, and the choice of --misses
-    auto."""
+    """Describe the cost of an expert that is missing on the GPU, and --misses auto's choice."""
     if not copies.pinned:
         return "copied to the GPU: host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down

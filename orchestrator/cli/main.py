@@ -28,6 +28,8 @@ class Where(NamedTuple):
     help: str
 
 
+# Key in a click context: how many faults of installed policies were printed.
+_TOLD = "moe-edge.faults"
 # {heading of `moe-edge --help`: {command: its place}}
 GROUPS = {
     "Use": {
@@ -76,6 +78,7 @@ class Commands(Group):
         found: click.Command = getattr(
             import_module(f"orchestrator.cli.{where.module}"), where.name
         )
+        _print_faults(ctx)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -101,6 +104,16 @@ class Commands(Group):
                 raise
             where = f"{error.filename}: " if error.filename else ""
             raise _sentence(f"{where}{error.strerror}") from error
+
+
+def _print_faults(ctx: click.Context) -> None:
+    """Print a sentence to stderr, once, about each installed policy that cannot be used."""
+    policies = sys.modules.get("orchestrator.policy")
+    if policies is not None:
+        faults, n_told = policies.POLICIES.faults, ctx.meta.get(_TOLD, 0)
+        ctx.meta[_TOLD] = len(faults)
+        for each in faults[n_told:]:
+            click.echo(strip_controls(f"Note: {each}"), err=True)
 
 
 def _sentence(text: str) -> click.ClickException:
@@ -146,8 +159,10 @@ def _llama_version() -> str:
     help="Show the versions and exit.",
 )
 def cli() -> None:
-    """Run Mixture-of-Experts models that are larger than memory. Experts stay on disk in
-    several precisions and are loaded into RAM within a budget."""
+    """Run Mixture-of-Experts models that are larger than memory.
+
+    Experts stay on disk in several precisions and are loaded into RAM within a budget.
+    """
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -42,6 +43,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.settings import MORE
 
+if TYPE_CHECKING:
+    from orchestrator.cost.losses import LossTable
+    from orchestrator.lab.calibrate.methods import Method
+
 
 class Measurement(Command):
     """The command of one benchmark."""
@@ -60,7 +65,7 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: a benchmark itself, and the group of the other ones."""
+    """`moe-edge bench`: a benchmark itself, and the group of the other benchmarks."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
@@ -162,7 +167,7 @@ def evaluate(as_json: bool, **options: Any) -> None:
     from gguf_tools.experts import ExpertModel
     from orchestrator.lab.eval import EvalOptions, render
     from orchestrator.lab.eval import evaluate as run
-    from orchestrator.plan.planning import notes_of
+    from orchestrator.plan.options import notes_of
 
     as_before = options.pop("as_before")
     if as_before is not None and options["tokens"] is not None:
@@ -180,7 +185,12 @@ def evaluate(as_json: bool, **options: Any) -> None:
 
 @click.command(cls=Command)
 @model_argument
-@option("--calib TEXT", "Calibration text.", type=FILE, required=True)
+@option(
+    "--calib TEXT",
+    "Text to measure on: plain, .jsonl (one text per record), or compressed (.xz).  [default: text "
+    "of six kinds that comes with moe-edge]",
+    type=FILE,
+)
 @CALIB_TOKENS
 @option(
     "--reference FILE",
@@ -204,47 +214,71 @@ def evaluate(as_json: bool, **options: Any) -> None:
 def calibrate(
     file: Path, reference: Path | None, out: Path | None, save_imatrix: Path | None, **options: Any
 ) -> None:
-    """Measure the error of each expert's output in each precision, on a text.
+    """Measure what each expert loses in each precision, on a text.
 
-    The loss table is written next to the model, where policies that choose precisions find it. An
-    interrupted run continues when the command is repeated.
+    The loss table is written next to the model, where --max-loss finds it. An interrupted run
+    continues when the command is repeated.
+
+    The default text has prose, dialogue, code, documentation, German and Spanish. It was written
+    for this purpose and has the licence of moe-edge (MIT).
     """
     from orchestrator.cache.files import check_target
+    from orchestrator.cost.calibrating import TOKENS
     from orchestrator.cost.losses import default_path
     from orchestrator.lab.calibrate import methods
-    from orchestrator.lab.calibrate import table as tables
 
+    if save_imatrix is not None and options["calib"] is None:
+        raise click.UsageError("--save-imatrix needs a long text: give --calib TEXT")
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
         raise click.UsageError(f"{unused} is for the loss table, which --save-imatrix omits")
     if save_imatrix is None:
-        options["calib_tokens"] = options["calib_tokens"] or tables.TOKENS
-    method = chosen_method(options)
+        options["calib_tokens"] = options["calib_tokens"] or TOKENS
+    method = chosen_method(options, has_text=True)
     target = save_imatrix or out or default_path(file)
     refuse_taken(target)
-    try:
+    if save_imatrix or out:
         check_target(target)
-    except OSError as error:
-        if target in (save_imatrix, out):
-            raise
-        raise ConfigError(
-            f"{target}: {error.strerror}: the loss table belongs next to the model. Write it to "
-            "another place with --out FILE, and name it with --losses FILE when you run the model"
-        ) from error
     if save_imatrix is not None:
         with progress_bar("Calibrating") as progress:
             weak = methods.save_imatrix(method, reference or file, save_imatrix, progress)
         print_notes([weak] if weak else [])
         say(str(save_imatrix))
         return
-    notes: list[str] = []
-    with Console().bars() as console:
-        table = tables.measure_losses(
-            method, file, reference, names_of(options["types"]), target, console.bar, notes.append
-        )
-    print_notes(notes)
+    table = make_table(Console(), method, file, out, reference, names_of(options["types"]))
     say(f"{target}: {table.calibration}")
     say(table.render())
+
+
+def make_table(
+    console: Console,
+    method: Method,
+    file: Path,
+    out: Path | None = None,
+    reference: Path | None = None,
+    types: Sequence[str] = (),
+) -> LossTable:
+    """Measure a model's loss table and write it, by default next to the model. Shows the progress.
+
+    Raises ConfigError if the model's folder cannot be written.
+    """
+    from orchestrator.cache.files import check_target
+    from orchestrator.cost.losses import default_path
+    from orchestrator.lab.calibrate.table import measure_losses
+
+    target = out or default_path(file)
+    try:
+        check_target(target)
+    except OSError as error:
+        if out is not None:
+            raise
+        raise ConfigError(
+            f"{target}: {error.strerror}: the loss table belongs next to the model. Write it to "
+            "another place with --out FILE, and name it with --losses FILE when you run the model"
+        ) from error
+    with console.bars():
+        show = partial(console.bar, "Calibrating")
+        return measure_losses(method, file, reference, types, target, show, console.note)
 
 
 @click.command(cls=Command)
@@ -262,9 +296,12 @@ def calibrate(
 def check(
     tokens: int, all_tiers: bool, no_verify: bool, out: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Test a model: its file, tokenizer and chat template; whether the output equals llama.cpp's
-    own; its memory use at three budgets; and its speed. The report names the file and this
-    machine's processor. The exit status is 0 if all tests pass."""
+    """Test a model, and write a report.
+
+    Tests its file, tokenizer and chat template; whether the output equals llama.cpp's own; its
+    memory use at three budgets; and its speed. The report names the file and this machine's
+    processor. The exit status is 0 if all tests pass.
+    """
     from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render
 
@@ -295,9 +332,11 @@ def check(
 def gpu_check(
     ctx: click.Context, part: str | None, step: str, report: Path, emulated: bool
 ) -> None:
-    """Test everything that needs a GPU: the tests of a checkout, then benchmarks from small to
-    large. Each step is a process with a time limit. Finished steps are kept: repeat the command to
-    continue after an interruption.
+    """Test everything that needs a GPU.
+
+    First run the tests of a checkout, then benchmarks from small to large. Each step is a process
+    with a time limit. Finished steps are kept: repeat the command to continue after an
+    interruption.
     """
     from orchestrator.lab.gpu_check import run
 

@@ -19,7 +19,7 @@ from gguf_tools.process import compute_threads
 from orchestrator.chat.console import Console, progress_bar, strip_controls
 from orchestrator.cli.help import Option
 from orchestrator.config import Config
-from orchestrator.errors import GGUFError, MoeEdgeError, SettingError
+from orchestrator.errors import MoeEdgeError, SettingError
 from orchestrator.policy import owners, policy_settings
 from orchestrator.settings import Setting, flag_of, parse_size
 
@@ -315,10 +315,9 @@ def make_config(options: dict[str, Any]) -> Config:
 
 def chat_config(options: dict[str, Any]) -> Config:
     """Return the config that `moe-edge chat` would use with these options. Commands that plan or
-    test a model use it too."""
-    from orchestrator.runtime.answering import Answering
-
-    return Answering().config(make_config({"remember": True, **given(options)}))
+    test a model use it too.
+    """
+    return make_config({"remember": True, **given(options)})
 
 
 @contextmanager
@@ -364,13 +363,17 @@ def quantizer(source: Path, options: dict[str, Any]) -> Iterator[ExpertQuantizer
     print_notes(notes)
 
 
-def chosen_method(options: dict[str, Any]) -> Method:
-    """Return the quantization method of the options. Raises UsageError."""
+def chosen_method(options: dict[str, Any], has_text: bool = False) -> Method:
+    """Return the quantization method of the options.
+
+    has_text: there is a default text. Raises UsageError.
+    """
     from orchestrator.lab.calibrate.methods import Method
 
-    if options.get("calib_tokens") and not options.get("calib"):
+    has_text = has_text or bool(options.get("calib"))
+    if options.get("calib_tokens") and not has_text:
         raise click.UsageError("--calib-tokens needs a text: give --calib TEXT, or leave it out")
-    if options.get("ram") and not options.get("calib"):
+    if options.get("ram") and not has_text:
         raise click.UsageError("--ram needs a text: give --calib TEXT, or leave it out")
     renamed = {"name": "method", "tokens": "calib_tokens"}
     names = ("calib", "imatrix", "ram", "threads", *renamed)
@@ -424,32 +427,10 @@ def tier_names(text: str) -> list[str]:
 
 
 def model_path(text: str) -> Path:
-    """Return the local path of a model.
+    """Return the local path of a model, as find_model does, with a progress bar for a download."""
+    from orchestrator.library.models import find_model
 
-    hf:OWNER/NAME and hf:OWNER/NAME/FILE are downloaded. If there is no such file, the name may be
-    that of a downloaded model (`moe-edge list`). Raises HubError if several models have it.
-    """
-    from gguf_tools.hub import PREFIX, find_pulled, resolve
-
-    if text.startswith(PREFIX):
-        return resolve(text, note, lambda: progress_bar("Downloading"))
-    found = None if os.path.lexists(text) else find_pulled(text)
-    return _local(Path(text)) if found is None else found.paths[0]
-
-
-def _local(path: Path) -> Path:
-    """Return `path`. Raises GGUFError for a folder or a URL; other errors are left to the
-    reader."""
-    if path.is_dir():
-        hint = "name a GGUF file in it"
-        if (path / "config.json").is_file():
-            hint = "convert the checkpoint with `moe-edge convert`"
-        raise GGUFError(f"{path}: this is a folder, not a GGUF file: {hint}")
-    if path.parts and path.parts[0] in ("http:", "https:"):
-        raise GGUFError(
-            f"{path}: URLs are not supported: use hf:OWNER/NAME for the Hugging Face Hub"
-        )
-    return path
+    return find_model(text, note, lambda: progress_bar("Downloading"))
 
 
 def note(text: str) -> None:

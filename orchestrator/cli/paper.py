@@ -29,7 +29,7 @@ from orchestrator.lab.registry import PAPERS, load_paper
 @LOW
 @option(
     "--out DIR",
-    "Folder of the results. A repeated command goes on from what is finished there.  "
+    "Folder of the results. A repeated command measures only the missing tables and figures.  "
     "[default: paper-NAME]",
 )
 @option(
@@ -49,10 +49,10 @@ def paper(
     as_json: bool,
     **options: object,
 ) -> None:
-    """Show the tables and figures of a paper beside ours.
+    """Measure the tables and figures of a paper and compare them with the paper.
 
-    Each line has what the paper's text states, what is measured here, and why they differ. Tables
-    and figures are written to a folder as text, JSON and pictures.
+    Each line has the value in the paper's text, the value that is measured here, and why they
+    differ. Tables and figures are written to a folder as text, JSON and pictures.
     """
     from orchestrator.lab.papers.paper import publish, render
 

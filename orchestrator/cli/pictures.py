@@ -1,5 +1,6 @@
-"""Plots for `moe-edge inspect` and `plan`: the bytes of each layer, and the plans by speed and
-loss.
+"""Plots for `moe-edge inspect` and `plan`.
+
+They show the bytes of each layer, and the plans by speed and loss.
 
 They need matplotlib (the extra `plot`). Equal input gives byte-identical SVG files.
 """

@@ -31,6 +31,7 @@ from orchestrator.cli.options import (
 )
 from orchestrator.cost.known import FITS, LONG, NO_ROOM, STREAMS, WELL, Known, Row, known_here
 from orchestrator.errors import ConfigError
+from orchestrator.plan.records import Needs, PlanRequest
 
 if TYPE_CHECKING:
     from orchestrator.cost.plans import Candidate, Frontier
@@ -159,13 +160,13 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
 
 def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
     """Print the table of known models."""
-    chosen = {"remember": True, "conversations": True, **given(options), "model": os.devnull}
+    chosen = {"remember": True, **given(options), "model": os.devnull}
     config = make_config(chosen)  # the model is a placeholder
     with Console().bars() as console:
-        known = known_here(config, console.bar)
+        known = known_here(PlanRequest(config, Needs(conversations=True)), console.bar)
     best = [asdict(row) | {"runs": known.runs(row)} for row in known.best()]
-    told = asdict(known) | {"best": best}
-    say_result(told, lambda _: render_known(known), as_json)
+    report = asdict(known) | {"best": best}
+    say_result(report, lambda _: render_known(known), as_json)
 
 
 @click.command(cls=Command)
@@ -202,6 +203,7 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
     from orchestrator.cli import pictures
     from orchestrator.cli.machine import examine
     from orchestrator.cost.disk import machine_bandwidth
+    from orchestrator.runtime.answering import Answering
 
     if picture is not None:
         pictures.prepare(picture)
@@ -213,7 +215,8 @@ def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[
             headers = fetch_headers(asked, Path(folder))
         config = chat_config({**options, "model": headers.path if headers else asked})
         disk = machine_bandwidth(config) if headers else None
-        found, plans = examine(config, lambda what: console.bar(what, None), disk)
+        request = Answering().request(config)
+        found, plans = examine(request, lambda what: console.bar(what, None), disk)
     if headers:
         found |= {"model": asked, "header_bytes": headers.read_bytes}
     if picture is not None and plans is not None:

@@ -27,7 +27,7 @@ from orchestrator.cli.options import (
     say_result,
     together,
 )
-from orchestrator.config import check_policy
+from orchestrator.config import policy_name
 from orchestrator.lab.replay import ReplayOptions, read_trace, render
 from orchestrator.lab.replay import replay as run
 from orchestrator.policy import DEFAULT, policy_settings
@@ -112,7 +112,7 @@ def replay(file: Path, as_json: bool, **options: Any) -> None:
         if name in chosen and declared.recorded
     }
     with as_options():
-        check_policy(chosen.get("policy"))
+        chosen["policy"] = policy_name(chosen.get("policy"))
         asked = replace(ReplayOptions.of(chosen), settings=settings)
     recorded, library = read_trace(file), Bindings.load().library()
     say_result(run(library, recorded, asked), render, as_json)

@@ -29,7 +29,8 @@ _OPTIONS = ServeSettings.declared()
 @together(*answer_settings())
 def serve(**options: Any) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama. Options for
-    answers are the defaults for requests that do not set them."""
+    answers are the defaults for requests that do not set them.
+    """  # noqa: D205 -- the help fits 40 lines only as one paragraph
     try:
         from orchestrator.serve.run import Running
     except ImportError as error:

@@ -1,5 +1,8 @@
-"""Bandwidth of the disk for a model's experts. It is measured by reading as the store does for
-misses, at several moments, and kept in the user cache."""
+"""Bandwidth of the disk for a model's experts.
+
+It is measured by reading as the store does for misses, at several moments, and kept in the user
+cache.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,10 @@ class Bandwidth(NamedTuple):
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
     def beside(self, config: Config) -> Bandwidth:
-        """Return the speed with compute threads running. If they leave a core free, reading takes
-        no time from them."""
+        """Return the speed with compute threads running.
+
+        If they leave a core free, reading takes no time from them.
+        """
         shares_cores = (config.n_threads) >= usable_cores()
         return self._replace(core_s_per_byte=self.core_s_per_byte if shares_cores else 0.0)
 
@@ -103,11 +108,13 @@ class Bandwidth(NamedTuple):
         return n_bytes / self.bytes_per_s + self.latency_s if n_bytes > 0 else 0.0
 
     def disturbs_s(self, n_bytes: float, waited_s: float) -> float:
-        """Return by how many seconds reading n_bytes delays computation. Reading takes nothing from
-        threads while they wait for a read, which they do for waited_s."""
+        """Return by how many seconds reading n_bytes delays computation.
+
+        Reading takes nothing from threads while they wait for a read, which they do for waited_s.
+        """
         seconds = self.seconds(n_bytes)
-        beside = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
-        return beside * n_bytes * self.core_s_per_byte
+        busy = max(0.0, 1.0 - waited_s / seconds) if seconds else 0.0
+        return busy * n_bytes * self.core_s_per_byte
 
 
 class _Read(NamedTuple):
@@ -126,8 +133,11 @@ def _parts(path: Path, start: int, expert_bytes: int) -> list[_Read]:
 
 
 def _missed(model: ExpertModel, tier: int, rng: random.Random) -> Iterator[_Read]:
-    """Yield the reads of successive tokens if nothing were resident: layer by layer, randomly
-    chosen experts, matrix by matrix in the order of the graph."""
+    """Yield the reads of successive tokens if nothing were resident.
+
+    The order is layer by layer, randomly chosen experts, and matrix by matrix in the order of the
+    graph.
+    """
     for layer in cycle(model.slices):
         experts = rng.sample(range(model.n_expert), model.n_expert_used)
         for kind in COMPUTE_ORDER:
@@ -202,8 +212,10 @@ def read_bandwidth(
 def _latency_s(
     model: ExpertModel, tier: int, files: dict[Path, int], threads: int, speed: float, seed: int
 ) -> float:
-    """Return Bandwidth.latency_s: the median over some experts that were read just before. A single
-    expert has too few parts to keep a disk busy, and the disk was idle before."""
+    """Return Bandwidth.latency_s: the median over some experts that were read just before.
+
+    A single expert has too few parts to keep a disk busy, and the disk was idle before.
+    """
     rng, late, end = random.Random(seed), list[float](), perf_counter() + _ALONE_S
 
     with _slots() as view, workers(threads) as pool:  # which ends before its memory does
@@ -231,8 +243,10 @@ def _latency_s(
 
 @contextmanager
 def _slots() -> Iterator[memoryview]:
-    """Yield memory like the store's slots, in huge pages if the system supports them. It is private
-    memory, because mmap's default, shared memory, does not get huge pages."""
+    """Yield memory like the store's slots, in huge pages if the system supports them.
+
+    It is private memory, because mmap's default, shared memory, does not get huge pages.
+    """
     private = mmap.mmap(-1, _SLOTS_BYTES, flags=mmap.MAP_PRIVATE)
     with private as memory, memoryview(memory) as view:
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -269,8 +283,10 @@ def bytes_per_s(
 
 
 def device_of(path: Path) -> int:
-    """Return the device number of a file's file system. Another device may be mounted at the same
-    path later."""
+    """Return the device number of a file's file system.
+
+    Another device may be mounted at the same path later.
+    """
     return path.stat().st_dev
 
 
@@ -290,9 +306,11 @@ def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) ->
 
 
 def machine_bandwidth(config: Config) -> Bandwidth:
-    """Return the bandwidth of the disk with the user cache, for a model that is not on this
-    machine. A measurement that is due writes a file of random bytes there and deletes it. Raises
-    OSError."""
+    """Return the bandwidth of the disk with the user cache.
+
+    It serves for a model that is not on this machine. A measurement that is due writes a file of
+    random bytes there and deletes it. Raises OSError.
+    """
     folder = user_folder("cache") / "speed"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -304,8 +322,10 @@ def machine_bandwidth(config: Config) -> Bandwidth:
 
 
 def _noise(path: Path) -> ExpertModel:
-    """Return a model of random bytes in the form of experts, in a new file. No disk can compress
-    it."""
+    """Return a model of random bytes in the form of experts, in a new file.
+
+    No disk can compress it.
+    """
     rng, kind = random.Random(0), GGMLType.Q8_0
     with GGUFWriter(path) as writer:
         numbers = {"block_count": 1, "embedding_length": 2048, "expert_used_count": 8}
@@ -325,7 +345,9 @@ def _kept(
     place: list[object], config: Config, measure: Callable[[], Bandwidth] | None
 ) -> Bandwidth:
     """Return the kept bandwidth of a place with compute threads running; measured first if due.
-    Raises OSError."""
+
+    Raises OSError.
+    """
     path = user_folder("cache") / "speed" / f"disk-{digest(*place, config.io_threads)}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
@@ -377,12 +399,14 @@ def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
 
 
 def slow_disk(model: ExpertModel, config: Config) -> str | None:
-    """Return a note with the measured speed if a model is on a disk that is usually slow. See
-    kept_bandwidth for the time that the measurement takes."""
+    """Return a note with the measured speed if a model is on a disk that is usually slow.
+
+    See kept_bandwidth for the time that the measurement takes.
+    """
     kind = slow_kind(model.path)
     if kind is None:
         return None
-    with suppress(OSError):  # loading says what is wrong with it
+    with suppress(OSError):  # loading reports the error
         speed = kept_bandwidth(model, config).at_first.bytes_per_s
         if kind != _SPINNING or speed < _SPINS_BELOW:
             return (

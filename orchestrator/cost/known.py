@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from gguf_tools.known import DATA, KnownModel, known_models
 from gguf_tools.process import default_threads, processor_name
 from orchestrator.cache.files import digest, keep, recalled, user_folder
-from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.plan.machine import AUTO, CPU, Machine, probe
+from orchestrator.plan.machine import AUTO, CPU, probe
+from orchestrator.plan.records import Machine
 from orchestrator.settings import flag_of
 
 if TYPE_CHECKING:
     from orchestrator.cost.disk import Bandwidth
     from orchestrator.cost.speeds import Speeds
+    from orchestrator.plan.records import PlanRequest
 
 # Tokens per second from which a model runs well: about the reading speed of a person.
 WELL = 5.0
@@ -87,8 +88,10 @@ class Known:
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
-        """Return one row per model: the best precision that runs well; otherwise the fastest that
-        runs; otherwise the smallest.
+        """Return one row per model.
+
+        It is the best precision that runs well; otherwise the fastest that runs; otherwise the
+        smallest.
 
         Models that run well come first, largest first; then those that run, fastest first; then the
         others, smallest first.
@@ -108,12 +111,13 @@ class Known:
         return sorted((min(mine, key=among) for mine in of), key=order)
 
 
-def known_here(config: Config, begins: Callable[[str, float | None], None]) -> Known:
+def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]) -> Known:
     """Return the table for this machine, from the user cache or computed in some seconds.
 
     begins: called with the current activity and its progress. Raises ConfigError for settings of a
     single file, OSError for a disk that cannot be measured, NativeError without the library.
     """
+    config = request.config
     of_one = ("low", "high_tier", "low_tier")
     named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
     if named:
@@ -125,24 +129,24 @@ def known_here(config: Config, begins: Callable[[str, float | None], None]) -> K
         )
     machine = probe()
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes
-    path, key = user_folder("cache") / "speed" / "known.json", _key(config)
+    path, key = user_folder("cache") / "speed" / "known.json", _key(request)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = recalled(path, _FORMAT, "tables")
     known = _read(kept.get(key, {}), ram)
     if known is None:
-        known = _find(config, machine, ram, begins)
+        known = _find(request, machine, ram, begins)
         kept.pop(key, None)
         latest = dict([*kept.items()][1 - _MOST :])
         keep(path, _FORMAT, "tables", {**latest, key: {"at": time(), **asdict(known)}})
     return replace(known, free_bytes=shutil.disk_usage(path.parent).free)
 
 
-def _key(config: Config) -> str:
+def _key(request: PlanRequest) -> str:
     """Return a key for everything that the table depends on, except free memory."""
     from importlib.metadata import version
 
     machine = processor_name(), default_threads()
-    return digest(version("moe-edge"), DATA.read_text(), *machine, config.of_run())
+    return digest(version("moe-edge"), DATA.read_text(), *machine, request.of_run())
 
 
 def _read(found: Mapping[str, Any], ram: int) -> Known | None:
@@ -158,7 +162,7 @@ def _read(found: Mapping[str, Any], ram: int) -> Known | None:
 
 
 def _find(
-    config: Config, machine: Machine, ram: int, begins: Callable[[str, float | None], None]
+    request: PlanRequest, machine: Machine, ram: int, begins: Callable[[str, float | None], None]
 ) -> Known:
     from orchestrator.cost.disk import machine_bandwidth
     from orchestrator.cost.speeds import DISTURBED, Speeds
@@ -166,14 +170,14 @@ def _find(
     from orchestrator.native.llama import Bindings
 
     begins("Measuring the disk", None)
-    disk, threads = machine_bandwidth(config), config.n_threads
+    disk, threads = machine_bandwidth(request.config), request.config.n_threads
     begins("Measuring the processor", None)
     rows: list[Row] = []
     models = known_models()
     with Speeds(Bindings.load(), threads, rough=True) as speeds:
         for number, each in enumerate(models):
             for precision in each.precisions:
-                row = _row(config, machine, each, precision, disk, speeds)
+                row = _row(request, machine, each, precision, disk, speeds)
                 rows.append(row)
             begins("Planning known models", (number + 1) / len(models))
         note = DISTURBED if speeds.disturbed else ""
@@ -182,7 +186,7 @@ def _find(
 
 
 def _row(
-    config: Config,
+    request: PlanRequest,
     machine: Machine,
     known: KnownModel,
     precision: str,
@@ -190,25 +194,26 @@ def _row(
     speeds: Speeds,
 ) -> Row:
     from gguf_tools.experts import ExpertModel
-    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, alike, skewed
-    from orchestrator.plan.planning import Refusal, plan
-    from orchestrator.plan.request import PlanRequest
+    from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, skewed, uniform_usage
+    from orchestrator.plan.planning import plan
+    from orchestrator.plan.records import Refusal
 
+    config = request.config
     with ExpertModel.of_parts(known.parts(precision)) as model:
         numbers = known.total_b, known.active_b, model.parts[0].size
         row = partial(Row, known.name, precision, *numbers)
-        found = plan(PlanRequest.of(config), model, machine)
+        found = plan(request, model, machine)
         if isinstance(found, Refusal):
             return row(runs=NOT, ram_bytes=found.needed_bytes)
-        times = TimeModel(model, disk, speeds, alike(model))
+        times = TimeModel(model, disk, speeds, uniform_usage(model))
         short, other = (
             times.of_plan(found, config),
             times.of_plan(found, config, uses=skewed(model)),
         )
         long = None
         if found.n_ctx >= LONG:
-            behind = times.of_plan(found, config, n_cells=LONG) if found.shared else short
-            long = 1.0 / behind.token_s(LONG)
+            full = times.of_plan(found, config, n_cells=LONG) if found.shared else short
+            long = 1.0 / full.token_s(LONG)
         return row(
             runs=STREAMS if found.absent_bytes else FITS,
             ram_bytes=found.total_bytes,

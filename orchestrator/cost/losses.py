@@ -42,9 +42,10 @@ from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
 from orchestrator.cache.files import read_object, write_whole
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config
-from orchestrator.errors import ConfigError
+from orchestrator.cost.calibrating import CalibrationTime, format_duration
+from orchestrator.errors import ConfigError, LossTableError, NoLossTableError
 from orchestrator.events import SKIP, SKIP_TIER
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy import ALLOWED_LOSS, POLICIES, policy_settings, spends_loss
 from orchestrator.policy.base import Placement
 
@@ -56,9 +57,6 @@ _LARGEST = 1e30
 # The largest accepted standard error of a logarithm.
 _LARGEST_ERROR = 10.0
 SUFFIX = ".calib.json"
-_AGAIN = "make it again with `moe-edge calibrate`"
-# Measured: about 12 minutes for 16 GB on two cores.
-_BYTES_PER_MINUTE = 16e9 / 12
 
 
 class TablePrecision(NamedTuple):
@@ -90,8 +88,9 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossTable:
-    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers. Candidates are ordered best
-    first.
+    """L[l, e](b) of the near-data paper's section 4.2, over MoE layers.
+
+    Candidates are ordered best first.
 
     loss: the mean over tokens and outputs of (y_b - y)^2, float64 [n_layers, n_expert,
     n_candidates], where y is an expert's output in full precision, not weighted by its gate; NaN
@@ -114,13 +113,17 @@ class LossTable:
     fit: Fit | None = None
 
     def filled(self) -> np.ndarray:
-        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates]. An expert
-        without tokens gets the mean over the tokens of its layer."""
+        """Return the losses without NaN, float64 [n_layers, n_expert, n_candidates].
+
+        An expert without tokens gets the mean over the tokens of its layer.
+        """
         return self._filled(self.loss)
 
     def _filled(self, values: np.ndarray) -> np.ndarray:
-        """Return values [n_layers, n_expert, n], with the layer's mean for experts without
-        tokens."""
+        """Return values [n_layers, n_expert, n].
+
+        An expert without tokens has the mean of its layer.
+        """
         seen = self.counts[:, :, None] > 0
         total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
         share = (self.counts / total[:, None])[:, :, None]
@@ -129,8 +132,9 @@ class LossTable:
         return filled
 
     def costs(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the cost of an expert with a gate weight of 1 for a token against full precision,
-        in nats.
+        """Return the cost of an expert for a token against full precision, in nats.
+
+        The gate weight of the expert is 1.
 
         The result has the named tiers and, last, skipping: float64 [n_layers, n_expert, n_names +
         1], as KlEstimate.nats. None if the table has no fit or lacks one of the tiers.
@@ -145,9 +149,11 @@ class LossTable:
         return costs
 
     def _scales(self, fit: Fit, names: Sequence[str]) -> np.ndarray:
-        """Return the multipliers of the factors for the named tiers and, last, for skipping,
-        float64 [n_names + 1]. A tier that was not fitted uses the scale of the tier with the
-        nearest number of bits."""
+        """Return the multipliers of the factors, float64 [n_names + 1].
+
+        They are for the named tiers and, last, for skipping. A tier that was not fitted uses the
+        scale of the tier with the nearest number of bits.
+        """
         if not fit.scales:
             return np.ones(len(names) + 1)
         bits = {each.name: each.bits for each in self.candidates}
@@ -161,8 +167,10 @@ class LossTable:
         return np.array([*scales, known[SKIP_TIER]])
 
     def estimate(self, names: Sequence[str], base: str | None = None) -> KlEstimate | None:
-        """Return the estimate for the named tiers, best first, against the tier base (default: the
-        first). None if the table has no fit or lacks one of them."""
+        """Return the estimate for the named tiers, best first, against the tier base.
+
+        The default of base is the first. Return None if the table has no fit or lacks one of them.
+        """
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
         if costs is None or self.gates is None or self.fit is None:
@@ -173,8 +181,10 @@ class LossTable:
         return KlEstimate.of_costs(costs, names, base, gates, low / high, routing)
 
     def of_tiers(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names], without NaN;
-        None if one of them was not measured."""
+        """Return the losses of the named tiers, float64 [n_layers, n_expert, n_names].
+
+        They have no NaN. Return None if one of the tiers was not measured.
+        """
         known = [each.name for each in self.candidates]
         if not set(names) <= set(known):
             return None
@@ -182,8 +192,9 @@ class LossTable:
         return of_names
 
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return the loss per use of an expert with its usual gate weights in the named tiers,
-        float64 [n_layers, n_expert, n_names].
+        """Return the loss per use of an expert, float64 [n_layers, n_expert, n_names].
+
+        The expert has its usual gate weights and is in one of the named tiers.
 
         In nats if the table has a fit, so that layers are comparable; otherwise the plain losses.
         None if one of the tiers was not measured.
@@ -195,8 +206,11 @@ class LossTable:
         return nats
 
     def render(self) -> str:
-        """Return a text table: for each precision, the mean squared error relative to the outputs'
-        mean square, over all tokens and for the best and the worst expert."""
+        """Return a text table.
+
+        It has for each precision the mean squared error relative to the outputs' mean square, over
+        all tokens and for the best and the worst expert.
+        """
         lines = [f"  {'precision':>9} {'':>8}   bits     error       of the experts"]
         seen = self.counts > 0
         tokens = self.counts[seen].astype(np.float64)
@@ -261,15 +275,15 @@ def _numbers(values: Any) -> Any:
 
 
 def load(path: Path, model: ExpertModel | None) -> LossTable:
-    """Read the loss table of a model file, or of any file if model is None. Raises ConfigError if
-    the table is missing, damaged, or belongs to another file."""
-    data = _parse(path)
+    """Read the loss table of a model file, or of any file if model is None.
+
+    Raises LossTableError if the table is missing, damaged, or belongs to another file.
+    """
+    again = f"run {calibrate_command(None if model is None else model.path)}"
+    data = _parse(path, again)
     if model is not None and data.get("model") != identity(model):
         name = one_line(str(data.get("name")))
-        raise ConfigError(
-            f"{path}: this loss table was made with another file ({name}): run "
-            f"{calibrate_command(model.path)}"
-        )
+        raise LossTableError(f"{path}: this loss table was made with another file ({name})", again)
     try:
         candidates = [
             TablePrecision(str(each["name"]), float(each["bits"]), bool(each["stored"]))
@@ -288,7 +302,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
             _fit(data.get("kl")),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _damaged(path) from error
+        raise _damaged(path, again) from error
     shape = (model.n_layers, model.n_expert) if model is not None else table.counts.shape
     seen = table.counts > 0
     if (
@@ -307,7 +321,7 @@ def load(path: Path, model: ExpertModel | None) -> LossTable:
             if values is not None
         )
     ):
-        raise _damaged(path)
+        raise _damaged(path, again)
     return table
 
 
@@ -345,32 +359,40 @@ def _pair(data: Any) -> tuple[float, float]:
     return low, high
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, again: str) -> dict[str, Any]:
+    """Read the JSON of a table. again: the remedy for a table that cannot be used."""
     try:
         data = read_object(path, _LARGEST_BYTES)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise LossTableError(f"{path} cannot be read: {error.strerror or error}", again) from error
     if data is None or data.get("format") != _FORMAT:
-        raise _damaged(path)
+        raise _damaged(path, again)
     if data.get("version") != _VERSION:
-        raise ConfigError(f"{path}: this loss table has another format version: {_AGAIN}")
+        raise LossTableError(f"{path}: this loss table has another format version", again)
     return data
 
 
-def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: not a loss table, or damaged: {_AGAIN}")
+def _damaged(path: Path, again: str) -> LossTableError:
+    return LossTableError(f"{path}: not a loss table, or damaged", again)
 
 
-def calibrate_command(model: Path | str) -> str:
-    """Return the command that makes a model's loss table."""
-    return f"`moe-edge calibrate {shlex.quote(str(model))} --calib TEXT`"
+def calibrate_command(model: Path | str | None) -> str:
+    """Return the command that makes a model's loss table, or replaces it."""
+    if model is None:
+        return "`moe-edge calibrate -m MODEL`"
+    replaces = " --force" if default_path(Path(model)).exists() else ""
+    return f"`moe-edge calibrate -m {shlex.quote(str(model))}{replaces}`"
 
 
-def no_losses(reason: str) -> ConfigError:
-    """Return the error for a loss budget or a policy that needs a loss table."""
+def no_losses(reason: str, is_missing: bool = False) -> ConfigError:
+    """Return the error for a loss budget or a policy that needs a loss table.
+
+    is_missing: the model has no usable table, so `moe-edge calibrate` makes the missing one.
+    """
     spending = [name for name in POLICIES if spends_loss(name)]
     options = [policy_settings()[ALLOWED_LOSS].flag, *(f"--policy {name}" for name in spending)]
-    return ConfigError(f"{' and '.join(options)} cannot be used: {reason}")
+    kind = NoLossTableError if is_missing else ConfigError
+    return kind(f"{' and '.join(options)} cannot be used: {reason}")
 
 
 class Skips(NamedTuple):
@@ -407,9 +429,11 @@ class Foreseen:
 
 
 def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
-    """Return the tier in which each expert starts, as an index among the tiers in use, [n_layers,
-    n_expert]. For policies that keep every expert resident. uses: replaces the usage learned by
-    earlier runs."""
+    """Return the tier in which each expert starts, [n_layers, n_expert].
+
+    It is an index among the tiers in use, for policies that keep every expert resident. uses:
+    replaces the usage learned by earlier runs.
+    """
     shape = placement.shape
     found = np.full((shape.n_layers, shape.n_expert), len(shape.tiers) - 1)
     for layer, expert, tier in placement.first(uses):
@@ -418,8 +442,10 @@ def started(placement: Placement, uses: np.ndarray | None = None) -> np.ndarray:
 
 
 def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: str) -> Foreseen:
-    """Predict the quality loss of a plan. uses: how often a token uses each expert, [n_layers,
-    n_expert]. estimate: the costs of all tiers of the file, best first, or None.
+    """Predict the quality loss of a plan.
+
+    uses: how often a token uses each expert, [n_layers, n_expert]. estimate: the costs of all tiers
+    of the file, best first, or None.
 
     A policy that decides during decoding lowers the experts with the smallest gates, so the mean
     gate gives an upper bound. A policy with a loss budget is assumed to spend all of it.
@@ -446,22 +472,27 @@ def foreseen(plan: Plan, uses: np.ndarray, estimate: KlEstimate | None, base: st
 
 
 class LossModel:
-    """The losses of one model, from the table that the setting `losses` names, or else from the
-    table next to the model.
+    """The losses of one model.
+
+    They are from the table that the setting `losses` names, or else from the table next to the
+    model.
 
     note: why no table is used, or None.
     """
 
     def __init__(self, config: Config, model: ExpertModel) -> None:
         self._named, self._model = config.given("losses"), model
+        self._config = config
         self.note: str | None = None
 
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers], or None if
-        unknown. per_use: as LossTable.per_use. Raises ConfigError if a named table cannot be
-        used."""
+        """Return the losses in these tiers, float64 [n_layers, n_expert, n_tiers].
+
+        Return None if they are unknown. per_use: as LossTable.per_use. Raises ConfigError if a
+        named table cannot be used.
+        """
         table, why = self._loaded
-        self.note = None if why is None else f"Nominal losses are used: {why}"
+        self.note = None if why is None else f"Nominal losses are used: {why}: {self._remedy}"
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
@@ -482,51 +513,67 @@ class LossModel:
         return None if table is None else table.costs(tiers)
 
     def needed(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
-        measures them."""
+        """Return the estimate.
+
+        Raises ConfigError if the losses are unknown, with the command that measures them; it is a
+        NoLossTableError if the model has no usable table.
+        """
         found = self.estimate(tiers)
         if found is None:
-            raise no_losses(self.unknown(tiers))
+            raise no_losses(self.unknown(tiers), self._loaded[0] is None)
         return found
 
     def unknown(self, tiers: Sequence[str]) -> str:
-        """Return why the losses of these tiers are unknown, with the remedy; empty if they are
-        known."""
+        """Return why the losses of these tiers are unknown, with the remedy.
+
+        Return an empty text if they are known.
+        """
         table, why = self._loaded
         if table is None:
-            return str(why)
+            return f"{why}: {self._remedy}"
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
-            return f"{self._path} has no factors that make KL of its losses: run {self._command}"
-        return f"{self._path} lacks one of {', '.join(tiers)}: run {self._command}"
+            return f"{self._path} has no factors that make KL of its losses: {self._remedy}"
+        return f"{self._path} lacks one of {', '.join(tiers)}: {self._remedy}"
 
     @property
-    def _command(self) -> str:
-        """The command that makes the table, with an estimate of its duration."""
-        n_bytes = sum(path.stat().st_size for path in self._model.files)
-        minutes = math.ceil(n_bytes / _BYTES_PER_MINUTE)
-        about = f"about {minutes} minute{'s' * (minutes > 1)}"
-        return f"{calibrate_command(self._model.path)} ({about}, once)"
+    def _remedy(self) -> str:
+        """The command that makes the table, with an estimate of its duration.
+
+        Takes some milliseconds to test the processor.
+        """
+        command = calibrate_command(self._model.path)
+        seconds = CalibrationTime.of(self._model, self._config).total_s
+        return f"run {command} (about {format_duration(seconds)}, once)"
 
     @cached_property
     def of_file(self) -> tuple[KlEstimate | None, str]:
         """The estimate for all tiers of the file, best first, and the reason if it is unknown."""
         names = [tier.name for tier in self._model.tiers]
-        return self.estimate(names), self.unknown(names)
+        return self._of_all, self.unknown(names)
+
+    @property
+    def _of_all(self) -> KlEstimate | None:
+        """The estimate for all tiers of the file."""
+        return self.estimate([tier.name for tier in self._model.tiers])
 
     def foreseen(self, plan: Plan, uses: np.ndarray) -> Foreseen:
-        """Predict the quality loss of a plan with its policy's current settings. uses: how often a
-        token uses each expert, [n_layers, n_expert]."""
-        estimate, best = self.of_file[0], self._model.tiers[0].name
+        """Predict the quality loss of a plan with its policy's current settings.
+
+        uses: how often a token uses each expert, [n_layers, n_expert].
+        """
+        estimate, best = self._of_all, self._model.tiers[0].name
         spends = plan.placement is not None and plan.placement.spends is not None
         if estimate is None and spends and plan.tier_names[0] == best:
             estimate = self.estimate(plan.tier_names)  # a table that lacks the other tiers
         return foreseen(plan, uses, estimate, best)
 
     def skips(self, plan: Plan) -> Skips | None:
-        """Return the loss budget of a plan's policy; None if it has none. Raises what `needed`
-        raises."""
+        """Return the loss budget of a plan's policy; None if it has none.
+
+        Raises what `needed` raises.
+        """
         allowed = plan.placement.spends if plan.placement else None
         if allowed is None:
             return None
@@ -539,13 +586,16 @@ class LossModel:
 
     @cached_property
     def _loaded(self) -> tuple[LossTable | None, str | None]:
-        """The table, or None and the reason. Raises ConfigError if a named table cannot be used."""
+        """The table, or None and the reason without a remedy.
+
+        Raises ConfigError if a named table cannot be used.
+        """
         path = self._path
         if self._named is None and not path.exists():
-            return None, f"{self._model.path.name} has no loss table: run {self._command}"
+            return None, f"{self._model.path.name} has no loss table"
         try:
             return load(path, self._model), None
-        except ConfigError as error:
+        except LossTableError as error:
             if self._named is not None:
                 raise
-            return None, str(error)
+            return None, error.problem

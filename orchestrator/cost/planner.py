@@ -1,5 +1,7 @@
-"""The resolved plan of a model on this machine, for chat, serve, check, plan and the status
-line."""
+"""The resolved plan of a model on this machine.
+
+It serves chat, serve, check, plan and the status line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,6 @@ from orchestrator.cost.speeds import Speeds
 from orchestrator.cost.time import PROMPT_TOKENS, TimeModel, known_uses, skewed, spare_bytes
 from orchestrator.errors import ConfigError, MoeEdgeError, PolicyError
 from orchestrator.native.llama import Bindings
-from orchestrator.plan.choice import check_unused, without_effect
 from orchestrator.plan.machine import (
     Probe,
     check_misses,
@@ -39,16 +40,9 @@ from orchestrator.plan.machine import (
     planned_device,
     probe,
 )
-from orchestrator.plan.planning import (
-    Plan,
-    Refusal,
-    least,
-    notes_of,
-    plan,
-    planned,
-    sizes_to_count,
-)
-from orchestrator.plan.request import Counted, PlanRequest
+from orchestrator.plan.options import check_unused, notes_of, without_effect
+from orchestrator.plan.planning import least, plan, planned, sizes_to_count
+from orchestrator.plan.records import Counted, Plan, PlanRequest, Refusal
 from orchestrator.policy import ALLOWED_LOSS, PLAIN, policy_settings
 from orchestrator.policy.base import History
 
@@ -56,25 +50,35 @@ from orchestrator.policy.base import History
 _WORTH_SAYING = 1.1
 
 
-class Runs(NamedTuple):
+class ResolvedPlan(NamedTuple):
     """A resolved plan.
 
-    config: with the settings of the plan that the allowed loss chose. plan: its memory plan. loses:
-    its predicted quality loss.
+    request: with the settings of the plan that the allowed loss chose. plan: its memory plan.
+    loses: its predicted quality loss.
     """
 
-    config: Config
+    request: PlanRequest
     plan: Plan
     loses: Foreseen
+
+    @property
+    def config(self) -> Config:
+        """The settings of the plan."""
+        return self.request.config
 
 
 class Planner:
     """Plans a model on this machine, with the records of earlier runs."""
 
-    def __init__(self, config: Config, model: ExpertModel, disk: Bandwidth | None = None) -> None:
-        """config: the configuration at start; its memory cap also limits measurements of this
-        machine. disk: bandwidth of the disk for a model that is not stored here. Raises ConfigError
-        if the device does not exist, and NativeError without the library."""
+    def __init__(
+        self, request: PlanRequest, model: ExpertModel, disk: Bandwidth | None = None
+    ) -> None:
+        """request: the front end's needs, and the configuration at start, whose memory cap also
+        limits measurements of this machine. disk: bandwidth of the disk for a model that is not
+        stored here. Raises ConfigError if the device does not exist, and NativeError without the
+        library.
+        """
+        config = request.config
         self.bindings = Bindings.load()
         self.gpu = find_gpu(self.bindings, config.device, config.vram)
         check_misses(self.gpu, config)
@@ -83,8 +87,8 @@ class Planner:
         self.hotness = HotnessKeeper(config, model)
         self.tuned = TunedKeeper(config, model)
         self.history = KnownHistory(self.hotness, self.losses, self.tuned)
-        self._config, self._model, self._disk = config, model, disk
-        self._probe = Probe(self.bindings, PlanRequest.of(config))
+        self.request, self._model, self._disk = request, model, disk
+        self._probe = Probe(self.bindings, request)
         device = planned_device(self.bindings, self.gpu, model, config.kv)
         self.machine = probe(device)
         # Why the allowed loss chose this plan.
@@ -98,24 +102,25 @@ class Planner:
         notes = (
             self.chosen,
             self.brings,
-            without_effect(self._config),
+            without_effect(self.request.config),
             self.hotness.note,
             self.usage.note,
             self.losses.note,
             self.slow_disk,
             one_of_several(self.bindings, self.gpu),
-            more_than_there(self._config.ram, self.machine),
-            *notes_of(self._config, self._model),
+            more_than_there(self.request.config.ram, self.machine),
+            *notes_of(self.request.config, self._model),
         )
         return " ".join(filter(None, notes)) or None
 
     @cached_property
     def slow_disk(self) -> str | None:
         """The note of orchestrator.cost.disk.slow_disk. It is measured once, because a loaded model
-        leaves no memory to measure a disk."""
-        return slow_disk(self._model, self._config)
+        leaves no memory to measure a disk.
+        """
+        return slow_disk(self._model, self.request.config)
 
-    def runs(self, config: Config) -> Runs:
+    def runs(self, config: Config) -> ResolvedPlan:
         """Return the resolved plan for these settings.
 
         Raises what `plan` and `frontier` raise, and ConfigError for an option that has no effect
@@ -124,9 +129,11 @@ class Planner:
         check_unused(config)
         return self.compared(config)
 
-    def compared(self, config: Config) -> Runs:
-        """Return the resolved plan as runs does, but ignore options that the policy does not
-        use."""
+    def compared(self, config: Config) -> ResolvedPlan:
+        """Return the resolved plan as runs does, but ignore options without effect.
+
+        Such options are not used by the policy.
+        """
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             found = self._frontier(config)
             self.chosen = found.why
@@ -144,15 +151,18 @@ class Planner:
         change the choice.
         """
         left_open = config.policy is None and not config.of_policies and config.seed is None
-        return left_open and config.conversations and plan.absent_bytes > 0 and self.gpu is None
+        converses = self.request.needs.conversations
+        return left_open and converses and plan.absent_bytes > 0 and self.gpu is None
 
-    def _faster(self, runs: Runs) -> Runs:
-        """Return the resolved plan of another lossless policy if it is known to be clearly faster;
-        otherwise `runs`. Measures nothing."""
+    def _faster(self, runs: ResolvedPlan) -> ResolvedPlan:
+        """Return the resolved plan of another lossless policy if it is known to be clearly faster.
+
+        Otherwise return `runs`. Measures nothing.
+        """
         if not self._may_switch(runs.config, runs.plan) or runs.loses.kl != 0.0:
             return runs
         with suppress(MoeEdgeError, OSError), self.times(measures=False) as times:
-            usual, others = self.candidate(times, runs), dict[int, Runs]()
+            usual, others = self.candidate(times, runs), dict[int, ResolvedPlan]()
             found = [usual]
             for asked in settings_of_plans(runs.config, self._model, None):
                 if asked.get("high_tier") == usual.tiers[0] and asked["low_tier"] is None:
@@ -163,12 +173,19 @@ class Planner:
             return others.get(id(faster_lossless(usual, found)), runs)
         return runs
 
-    def _loss_note(self, runs: Runs) -> str | None:
-        """Return a note on the speed-up that the default allowed loss would give to a lossless
-        conversation without a named policy; None if it is small or not known without measuring."""
+    def _loss_note(self, runs: ResolvedPlan) -> str | None:
+        """Return a note on the speed-up of the default allowed loss for a lossless conversation.
+
+        Return None if a policy was named, or if the speed-up is small or not known without
+        measuring.
+        """
         config, plan = runs.config, runs.plan
         asked = config.policy or config.given(ALLOWED_LOSS) is not None or config.exact
-        if asked or not (config.conversations and plan.absent_bytes) or runs.loses.kl != 0.0:
+        if (
+            asked
+            or not (self.request.needs.conversations and plan.absent_bytes)
+            or runs.loses.kl != 0.0
+        ):
             return None
         best, declared = plan.tier_names[0], policy_settings()[ALLOWED_LOSS]
         usual = declared.default
@@ -190,29 +207,40 @@ class Planner:
                 )
         return None
 
-    def _laid_out(self, config: Config) -> Runs:
+    def _laid_out(self, config: Config) -> ResolvedPlan:
         found = self._plan(config)
-        return Runs(config, found, self.loses(found))
+        return ResolvedPlan(self._asked(config), found, self.loses(found))
 
-    def _possible(self, config: Config) -> Runs | None:
-        """Return the resolved plan for these settings; None if they do not fit the memory or the
-        model."""
+    def _asked(self, config: Config) -> PlanRequest:
+        """Return the front end's request with these settings."""
+        return replace(self.request, config=config)
+
+    def _possible(self, config: Config) -> ResolvedPlan | None:
+        """Return the resolved plan for these settings.
+
+        Return None if they do not fit the memory or the model.
+        """
         with suppress(PolicyError, ConfigError):
             found = self._try(config)
-            return None if isinstance(found, Refusal) else Runs(config, found, self.loses(found))
+            if isinstance(found, Plan):
+                return ResolvedPlan(self._asked(config), found, self.loses(found))
         return None
 
     def plan(self, config: Config, more_scratch: int = 0) -> Plan:
-        """Return the memory plan for these settings. Raises what orchestrator.plan.planning.plan
-        raises, and BudgetError for a refusal."""
+        """Return the memory plan for these settings.
+
+        Raises what orchestrator.plan.planning.plan raises, and BudgetError for a refusal.
+        """
         with self._probe:
             return self._plan(config, more_scratch)
 
     def least(self, config: Config) -> int:
-        """Return the smallest cap in bytes (--ram, or --vram of a GPU) that works with these
-        settings. Raises BudgetError if none does."""
+        """Return the smallest cap in bytes that works with these settings.
+
+        The cap is --ram, or --vram of a GPU. Raises BudgetError if none works.
+        """
         with self._probe:
-            request, model = PlanRequest.of(config), self._model
+            request, model = self._asked(config), self._model
             found = least(self._counted(request), model, self.machine, self.history)
             return planned(found).cap_bytes
 
@@ -220,7 +248,7 @@ class Planner:
         return planned(self._try(config, more_scratch))
 
     def _try(self, config: Config, more_scratch: int = 0) -> Plan | Refusal:
-        request = replace(PlanRequest.of(config), more_scratch=more_scratch)
+        request = replace(self._asked(config), more_scratch=more_scratch)
         asked = self._model, self.machine, self.history
         found = plan(self._counted(request, whether_all_fits=True), *asked)
         if self.gpu or (isinstance(found, Plan) and not found.managed):
@@ -228,9 +256,11 @@ class Planner:
         return plan(self._counted(request), *asked)
 
     def _counted(self, request: PlanRequest, whether_all_fits: bool = False) -> PlanRequest:
-        """Return the request with memory counted by llama.cpp. whether_all_fits: count only the
-        sizes needed to decide whether everything fits. With a GPU, memory is estimated, and
-        measured when the model is loaded."""
+        """Return the request with memory counted by llama.cpp.
+
+        whether_all_fits: count only the sizes needed to decide whether everything fits. With a GPU,
+        memory is estimated, and measured when the model is loaded.
+        """
         if self.gpu:
             return request
         few, every = sizes_to_count(request, self._model)
@@ -238,14 +268,16 @@ class Planner:
         return replace(request, counted=counted)
 
     def loses(self, plan: Plan) -> Foreseen:
-        """Predict the quality loss of a plan. If every expert is resident, it is the loss at the
-        start."""
+        """Predict the quality loss of a plan.
+
+        If every expert is resident, it is the loss at the start.
+        """
         return self.losses.foreseen(plan, self._uses)
 
     @cached_property
     def _uses(self) -> np.ndarray:
         """The number of uses of each expert per token, [n_layers, n_expert]."""
-        return known_uses(self._config, self._model)[0]
+        return known_uses(self.request.config, self._model)[0]
 
     def frontier(self, config: Config) -> Frontier:
         """Return the plans for a configuration; if it names a policy, only the plan of that policy.
@@ -268,7 +300,7 @@ class Planner:
         names = [tier.name for tier in self._model.tiers]
         if allowed:
             self.losses.needed(names[:1])
-        taken = TakenPlans(config, self._model)
+        taken = TakenPlans(self._asked(config), self._model)
         with self._probe, self.times() as times:
             left = None if allowed is None else dict(zip(names, self._left(allowed), strict=True))
             plain = config if allowed is None else config.with_changes(**{ALLOWED_LOSS: None})
@@ -287,8 +319,10 @@ class Planner:
         return replace(shown, why_not=why_not, disturbed=disturbed)
 
     def _left(self, allowed: float) -> list[float]:
-        """Return how much of the allowed loss each tier of the file leaves, in nats. If the table
-        lacks a tier, only the best tier leaves any."""
+        """Return how much of the allowed loss each tier of the file leaves, in nats.
+
+        If the table lacks a tier, only the best tier leaves any.
+        """
         estimate = self.losses.of_file[0]
         size, n = self._uses.shape, len(self._model.tiers)
         if estimate is None:
@@ -296,17 +330,19 @@ class Planner:
         return [allowed - estimate.of_uses(self._uses, np.full(size, tier)) for tier in range(n)]
 
     def candidate(
-        self, times: TimeModel, runs: Runs, asked: Mapping[str, Any] | None = None
+        self, times: TimeModel, runs: ResolvedPlan, asked: Mapping[str, Any] | None = None
     ) -> Candidate:
-        """Predict the speed and the loss of a plan. asked: the settings that select it. Raises
-        NativeError."""
+        """Predict the speed and the loss of a plan.
+
+        asked: the settings that select it. Raises NativeError.
+        """
         plan, skips = runs.plan, self.losses.skips(runs.plan)
         short = times.of_plan(plan, runs.config, skips)
-        behind = {}
+        token_ms = {}
         for n in (n for n in LENGTHS if n <= plan.n_ctx):
             # Without shared memory, slots do not depend on the context in use.
             time = times.of_plan(plan, runs.config, skips, n) if plan.shared else short
-            behind[str(n)] = 1e3 * time.token_s(n)
+            token_ms[str(n)] = 1e3 * time.token_s(n)
         other = None
         if not times.profiled and plan.absent_bytes:
             few = times.of_plan(plan, runs.config, skips, uses=skewed(self._model))
@@ -324,7 +360,7 @@ class Planner:
             read_bytes=short.read_bytes,
             kl=runs.loses.kl,
             kl_at_most=runs.loses.at_most,
-            token_ms_behind=behind,
+            token_ms_behind=token_ms,
             token_ms_skewed=other,
         )
 
@@ -340,9 +376,9 @@ class Planner:
             raise ConfigError(
                 "plans are predicted for the CPU alone: give --device cpu, or name a --policy"
             )
-        config, model = self._config, self._model
+        config, model = self.request.config, self._model
         disk = self._disk or kept_bandwidth(model, config, measures)
-        threads, pool = config.n_threads, spare_bytes(config, model)
+        threads, pool = config.n_threads, spare_bytes(self.request, model)
         with Speeds(self.bindings, threads, pool, measures) as speeds:
             yield TimeModel(model, disk, speeds, *known_uses(config, model))
 
@@ -362,8 +398,10 @@ class KnownHistory(History):
         return self._losses.recall(tiers, per_use)
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate:
-        """Return the estimate. Raises ConfigError if the losses are unknown, with the command that
-        measures them."""
+        """Return the estimate.
+
+        Raises ConfigError if the losses are unknown, with the command that measures them.
+        """
         return self._losses.needed(tiers)
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:

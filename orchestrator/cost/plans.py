@@ -1,5 +1,7 @@
-"""The plans of a model for one memory size, ordered by speed and loss, and the choice within an
-allowed loss."""
+"""The plans of a model for one memory size, ordered by speed and loss.
+
+Also the choice among them within an allowed loss.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from orchestrator.config import Config
 from orchestrator.cost.speeds import AGREE
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP_TIER
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import ALLOWED_LOSS, BASELINE, PLAIN, POLICIES, Policy
 
 # Plans whose predicted times differ by less count as equally fast; the least loss decides.
@@ -80,15 +83,20 @@ class Candidate:
         return (self.policy, self.tiers, self.kl) == (other.policy, other.tiers, other.kl)
 
     def is_asked_by(self, settings: Mapping[str, Any] | None) -> bool:
-        """Whether these are its settings, apart from the loss that they spend, which depends on the
-        usage in earlier runs."""
+        """Whether these are its settings, apart from the loss that they spend.
+
+        The loss depends on the usage in earlier runs.
+        """
         mine = {name: value for name, value in self.settings.items() if name != ALLOWED_LOSS}
         return mine == settings
 
     @property
     def is_redundant(self) -> bool:
-        """Whether it duplicates the baseline under another name, or allows a loss although no
-        expert is missing."""
+        """Whether it duplicates the baseline, or allows a loss without need.
+
+        A duplicate is the baseline under another name. A loss is not needed if no expert is
+        missing.
+        """
         alone = len(self.tiers) == 1 and self.policy not in (PLAIN, BASELINE)
         return self.resident and (alone or ALLOWED_LOSS in self.settings)
 
@@ -165,15 +173,19 @@ def _ahead(faster: Candidate, slower: Candidate) -> str:
 
 
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
-    """Return the fastest lossless plan that computes the same as `usual` if it is CLEARLY_FASTER;
-    otherwise `usual`."""
+    """Return the fastest lossless plan that computes the same as `usual`.
+
+    Return `usual` if that plan is not CLEARLY_FASTER.
+    """
     first = min(_equals(usual, found), key=lambda each: each.token_ms)
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
 
 
 def behind_text(token_ms: Mapping[str, float]) -> str:
-    """Return a sentence about a plan's speed as its context fills; empty without figures. token_ms:
-    Candidate.token_ms_behind."""
+    """Return a sentence about a plan's speed as its context fills; empty without figures.
+
+    token_ms: Candidate.token_ms_behind.
+    """
     said = [f"{1e3 / took:.1f} after {n}" for n, took in token_ms.items()]
     return f"Tokens/s as the context fills: {', '.join(said)} tokens." if said else ""
 
@@ -181,8 +193,9 @@ def behind_text(token_ms: Mapping[str, float]) -> str:
 def choose(
     found: Sequence[Candidate], allowed: float, before: Mapping[str, Any] | None = None
 ) -> Candidate:
-    """Return the fastest plan within the allowed loss; among those AS_FAST, the one with the least
-    loss.
+    """Return the fastest plan within the allowed loss.
+
+    Among plans that are AS_FAST, return the one with the least loss.
 
     The previous choice stays unless another plan is faster by more than the variation of timings.
     Raises ConfigError if no plan qualifies.
@@ -215,8 +228,10 @@ def settings_of_plans(
     config: Config, model: ExpertModel, left: Mapping[str, float] | None
 ) -> list[dict[str, Any]]:
     """Return the settings of every plan that the registered policies and the file's tiers offer.
+
     left: the rest of the allowed loss in nats by name of the file's tiers; None if no loss is
-    allowed."""
+    allowed.
+    """
     every = [tier.name for tier in model.tiers]
     names = every
     if config.high_tier is not None:
@@ -244,9 +259,9 @@ def _settings_of(
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of one policy's plans.
 
-    A policy with a lossless form yields that form in each of the tiers `names`, and each of these
-    tiers with the requested low tier, or with the next lower tier and with skipping. Another policy
-    chooses its own tiers, if the file has several.
+    A policy with a lossless form yields that form in each of the tiers `names`. It also yields each
+    of these tiers with the requested low tier, or with the next lower tier and with skipping.
+    Another policy chooses its own tiers, if the file has several.
     """
     mixes = policy.precisions.most > 1
     if policy.precisions.lossless is None:
@@ -262,19 +277,21 @@ def _settings_of(
 
 
 class TakenPlans:
-    """The settings of the plan chosen under a configuration for this model on this processor.
+    """The settings of the plan chosen for a request, for this model on this processor.
 
     They are kept in the user cache, so that the same command runs the same plan later. Read and
     write errors are ignored.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        self._key = digest(processor_name(), config.of_run())
+    def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
+        self._key = digest(processor_name(), request.of_run())
         self._path = cached_path(model, "plans")
 
     def recall(self) -> Mapping[str, Any] | None:
-        """Return the settings, without the loss that they spend; None if no plan was chosen
-        before."""
+        """Return the settings, without the loss that they spend.
+
+        Return None if no plan was chosen before.
+        """
         found = recalled(self._path, _FORMAT, "taken").get(self._key)
         return found if isinstance(found, dict) else None
 

@@ -1,5 +1,7 @@
-"""Timings of a model's matrix products on this processor, with ggml's own kernels and weights that
-exceed all caches."""
+"""Timings of a model's matrix products on this processor.
+
+They use ggml's own kernels and weights that exceed all caches.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,10 @@ class Small(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Attention of one layer: `rows` queries over `cells` keys and values in 16 bits. They are laid
-    out as in llama.cpp's KV cache, with all heads of a cell adjacent."""
+    """Attention of one layer: `rows` queries over `cells` keys and values in 16 bits.
+
+    They are laid out as in llama.cpp's KV cache, with all heads of a cell adjacent.
+    """
 
     n_head: int
     n_head_kv: int
@@ -91,7 +95,9 @@ class Timer(GgmlFunctions, Closing):
         seconds: float = TIMING_S,
     ) -> None:
         """pool_bytes: weights of one timing; if they fit a processor cache, products seem too fast.
-        seconds: duration of one timing, unless enough runs take less. Raises NativeError."""
+
+        seconds: duration of one timing, unless enough runs take less. Raises NativeError.
+        """
         super().__init__(lib)
         self._pool_bytes, self._seconds = pool_bytes, seconds
         self._backend: int = self.backend_cpu_init()
@@ -118,8 +124,11 @@ class Timer(GgmlFunctions, Closing):
         return None
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds of one product, operation or attention. Takes pool_bytes and some MiB
-        of memory meanwhile. Raises NativeError if it cannot be computed."""
+        """Return the seconds of one product, operation or attention.
+
+        Takes pool_bytes and some MiB of memory meanwhile. Raises NativeError if it cannot be
+        computed.
+        """
         if isinstance(what, Small):
             return self._small(what)
         if isinstance(what, Attention):
@@ -172,8 +181,11 @@ class Timer(GgmlFunctions, Closing):
             return self._time(context, ops[1:])
 
     def _attention(self, what: Attention) -> float:
-        """Time one query in each of several layers, so many that no cache holds their keys and
-        values. During a real token, the weights evict them from the caches between layers."""
+        """Time one query in each of several layers.
+
+        There are so many layers that no cache holds their keys and values. During a real token, the
+        weights evict them from the caches between layers.
+        """
         lengths = what.key_length, what.value_length
         layer_bytes = what.cells * what.n_head_kv * sum(lengths) * _F16_BYTES
         n = max(2, min(_MOST_LAYERS, self._pool_bytes // layer_bytes)) if what.rows == 1 else 1

@@ -1,5 +1,6 @@
-"""Compute speed of this machine, measured at several moments and kept: the basis of time
-predictions.
+"""Compute speed of this machine, measured at several moments and kept.
+
+It is the basis of time predictions.
 
 Other programs can only slow a product down. So the minimum of its timings counts. A single timing
 cannot show whether it was disturbed. So a product is timed again at later moments, until two
@@ -90,8 +91,10 @@ _ROUGH_ROWS, _ROUGH_S = 64, 0.04
 
 
 class Timing(NamedTuple):
-    """One timing. seconds: of the product. at: system time in seconds. quiet: hardly any other
-    program ran."""
+    """One timing.
+
+    seconds: of the product. at: system time in seconds. quiet: hardly any other program ran.
+    """
 
     seconds: float
     at: float
@@ -112,8 +115,10 @@ class Timings:
 
     @classmethod
     def load(cls, path: Path, form: str, now: float) -> Timings:
-        """Read the timings that save() stored in this format; empty if the file is missing or
-        damaged."""
+        """Read the timings that save() stored in this format.
+
+        They are empty if the file is missing or damaged.
+        """
         known = recalled(path, form, "timings")
         with suppress(TypeError, ValueError):
             return cls(now, {key: [_read(*each) for each in kept] for key, kept in known.items()})
@@ -128,10 +133,10 @@ class Timings:
         kept = self.of.get(key)
         return min(each.seconds for each in kept) if kept else None
 
-    def is_due(self, key: str, alike: int = 2) -> bool:
+    def is_due(self, key: str, n_needed: int = 2) -> bool:
         """Whether to time a product now.
 
-        A product is due if it has no timing on a quiet machine, or if fewer than `alike` timings
+        A product is due if it has no timing on a quiet machine, or if fewer than `n_needed` timings
         agree and the last one is at least APART_S seconds ago.
         """
         kept = self.of.get(key, [])
@@ -141,7 +146,7 @@ class Timings:
             return another or len(kept) < MOST_MOMENTS
         least = min(each.seconds for each in kept)
         agreeing = sum(each.quiet and each.seconds <= AGREE * least for each in kept)
-        return another and agreeing < alike and quiet < MOST_MOMENTS
+        return another and agreeing < n_needed and quiet < MOST_MOMENTS
 
     def was_quiet(self, key: str) -> bool:
         """Whether any timing of a product was on a quiet machine."""
@@ -208,10 +213,13 @@ class Speeds(Closing):
         measures: bool = True,
         rough: bool = False,
     ) -> None:
-        """pool_bytes: weights that a timing may take, at most POOL_BYTES; results with fewer are
-        not kept. measures: if False, a product that was not measured before raises NativeError.
-        rough: for models that are not on this machine, one product of each type and layout stands
-        for all of them, scaled by bytes, with up to _ROUGH_ROWS rows, and is timed once."""
+        """Prepare timings on this machine.
+
+        pool_bytes: weights that a timing may take, at most POOL_BYTES; results with fewer are not
+        kept. measures: if False, a product that was not measured before raises NativeError. rough:
+        the model is not on this machine. One product of each type and layout, with up to
+        _ROUGH_ROWS rows, is timed once, and stands for all others, scaled by bytes.
+        """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
         self._measures, self._rough = measures, rough
@@ -230,8 +238,10 @@ class Speeds(Closing):
         return user_folder("cache") / "speed" / f"{name}.json"
 
     def seconds(self, what: Product | Small | Attention) -> float:
-        """Return the seconds of a product or operation. Each is timed at most once, apart from
-        `again`. Raises NativeError."""
+        """Return the seconds of a product or operation.
+
+        Each is timed at most once, apart from `time_again`. Raises NativeError.
+        """
         what, scale = _stands_for(what) if self._rough else (what, 1.0)
         key = f"{type(what).__name__} {' '.join(map(str, map(int, what)))}"
         if key not in self._used:
@@ -246,9 +256,11 @@ class Speeds(Closing):
             self._used[key] = known
         return self._used[key] * scale
 
-    def again(self) -> bool:
-        """Time all single-token operations since the last call in further rounds. Returns whether
-        there were any. Raises NativeError."""
+    def time_again(self) -> bool:
+        """Time all single-token operations since the last call in further rounds.
+
+        Returns whether there were any. Raises NativeError.
+        """
         once, self._once = self._once, {}
         for _ in range(_ROUNDS - 1):
             for key, what in once.items():
@@ -257,15 +269,19 @@ class Speeds(Closing):
         return bool(once)
 
     def _standing(self, key: str) -> float:
-        """Return the value of a timed operation: the minimum over the stored timings and the median
-        of the current rounds."""
+        """Return the value of a timed operation.
+
+        It is the minimum over the stored timings and the median of the current rounds.
+        """
         known = self._kept.least(key)
         now, _ = _middle(self._measured[key])
         return now if known is None else min(now, known)
 
     def _timed(self, what: Product | Small | Attention) -> tuple[float, bool]:
-        """Return (seconds, whether the machine was quiet) of the first timing on a quiet machine,
-        or of the minimum of several others."""
+        """Return (seconds, whether the machine was quiet) of one operation.
+
+        This is the first timing on a quiet machine, or the minimum of several others.
+        """
         if not self._measures:
             raise NativeError(f"{what} was not measured on this machine yet")
         timer = self._timer = self._timer or Timer(
@@ -295,19 +311,25 @@ class Speeds(Closing):
         return not self._used.keys() <= now | before
 
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
-        """Return the costs of a model's parts with its experts in these tiers and one layout: FILE,
-        OWN or UPSTREAM. Measures missing timings, for some seconds. Raises NativeError."""
+        """Return the costs of a model's parts with its experts in these tiers and one layout.
+
+        The layout is FILE, OWN or UPSTREAM. Measures missing timings, for some seconds. Raises
+        NativeError.
+        """
         found = self._costs(model, tiers, layout)
-        return self._costs(model, tiers, layout) if self.again() else found
+        return self._costs(model, tiers, layout) if self.time_again() else found
 
     def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
         """Return the costs with each operation timed once."""
         interleaves = self._bindings.library().interleaves
 
         def product(info: Product) -> float:
-            """Return the seconds of an expert's product in its layout. All products are timed in
-            huge pages, as in slots. On llama.cpp's own path, small pages cost about as much as the
-            slot tables do here; neither is counted, so the two paths are comparable."""
+            """Return the seconds of an expert's product in its layout.
+
+            All products are timed in huge pages, as in slots. On llama.cpp's own path, small pages
+            cost about as much as the slot tables do here; neither is counted, so the two paths are
+            comparable.
+            """
             kind, n_in, n_out, rows = info[:4]
             plain = info._replace(routed=True, in_slots=True)
             if layout == FILE or not interleaves(kind, n_in, n_out):
@@ -338,8 +360,10 @@ class Speeds(Closing):
         return Costs(expert_s, expert_bytes, dense_s, output_s, attention_s, step_s, asked_s)
 
     def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
-        """Return (dense_s, output_s) of Costs, from one matrix of each type scaled by bytes. Dense
-        weights are repacked unless the layout is FILE."""
+        """Return (dense_s, output_s) of Costs, from one matrix of each type scaled by bytes.
+
+        Dense weights are repacked unless the layout is FILE.
+        """
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)
         output = tensors.pop(OUTPUT, None) or tensors.pop(EMBEDDINGS, None)
@@ -405,8 +429,10 @@ class Speeds(Closing):
 
 
 def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | Attention, float]:
-    """Return the operation that is timed instead of this one, and the factor between their
-    times."""
+    """Return the operation that is timed instead of this one.
+
+    Also return the factor between their times.
+    """
     if what.rows > _ROUGH_ROWS:
         stands, scale = _stands_for(what._replace(rows=_ROUGH_ROWS))
         return stands, scale * what.rows / _ROUGH_ROWS
@@ -423,8 +449,10 @@ def _stands_for(what: Product | Small | Attention) -> tuple[Product | Small | At
 
 
 def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
-    """Return (seconds, quiet): the median of the rounds on a quiet machine, or else the minimum of
-    all rounds."""
+    """Return (seconds, quiet) of several rounds.
+
+    The seconds are the median of the rounds on a quiet machine, or else the minimum of all rounds.
+    """
     quiet = [seconds for seconds, was_quiet in rounds if was_quiet]
     if quiet:
         return statistics.median(quiet), True
@@ -432,8 +460,10 @@ def _middle(rounds: list[tuple[float, bool]]) -> tuple[float, bool]:
 
 
 def _dense_matrices(model: ExpertModel) -> dict[str, TensorInfo]:
-    """Return all matrices of the model except the experts, by name. Further files of a model repeat
-    them."""
+    """Return all matrices of the model except the experts, by name.
+
+    Further files of a model repeat them.
+    """
     found: dict[str, TensorInfo] = {}
     for part in model.parts:
         for info in part.tensors.values():

@@ -1,5 +1,6 @@
-"""Predicted seconds of a token and of a prompt under a plan, computed from the measurements of
-`orchestrator.cost.speeds` and `orchestrator.cost.disk`.
+"""Predicted seconds of a token and of a prompt under a plan.
+
+They are computed from the measurements of `orchestrator.cost.speeds` and `orchestrator.cost.disk`.
 
 A token passes the layers in sequence. The number m of misses among a layer's k experts has a
 binomial distribution. Resident experts are computed while the missing ones are read:
@@ -37,8 +38,7 @@ from orchestrator.events import SKIP, Phase
 from orchestrator.plan.footprint import process_bytes
 from orchestrator.plan.layouts import wants_own_layout
 from orchestrator.plan.machine import probe
-from orchestrator.plan.planning import Plan
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import Plan, PlanRequest
 
 # The share of the next layer's experts that look-ahead predicts (docs/experiments/firm.md).
 FORESEEN = 0.8
@@ -77,8 +77,10 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class PlanTime:
-    """The predicted time of one plan. n_ubatch: micro-batch size in tokens. asked: the policy is
-    called for each layer of a token."""
+    """The predicted time of one plan.
+
+    n_ubatch: micro-batch size in tokens. asked: the policy is called for each layer of a token.
+    """
 
     costs: Costs
     residency: Residency
@@ -155,8 +157,10 @@ class PlanTime:
         return total
 
     def _part_s(self, n_tokens: int, done: int, found: float, last: bool) -> float:
-        """Return the seconds of one part of a prompt after `done` tokens. The last layer computes
-        only the experts of the prompt's last token."""
+        """Return the seconds of one part of a prompt after `done` tokens.
+
+        The last layer computes only the experts of the prompt's last token.
+        """
         costs, known = self.costs, self.residency
         dense = float(interpolated(costs.dense_s, n_tokens)) / costs.n_layers
         total = n_tokens * (done + n_tokens / 2) * costs.attention_s[n_tokens > 1]
@@ -177,8 +181,10 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds for `rows` rows from a curve over ROWS. Below the first point the curve is
-    constant; beyond the last one it is proportional to the rows."""
+    """Return the seconds for `rows` rows from a curve over ROWS.
+
+    Below the first point the curve is constant; beyond the last one it is proportional to the rows.
+    """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
 
@@ -200,16 +206,19 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
         if not over.any():
             break
         rest = np.where(over, 0.0, uses)
-        room = n_used - over.sum(axis=1, keepdims=True)
+        n_free = n_used - over.sum(axis=1, keepdims=True)
         uses = np.where(
-            over, 1.0, rest * room / np.maximum(rest.sum(axis=1, keepdims=True), 1e-300)
+            over, 1.0, rest * n_free / np.maximum(rest.sum(axis=1, keepdims=True), 1e-300)
         )
     return np.asarray(uses)
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return the residency if every expert is resident. tiers: the tier of each expert, [n_layers,
-    n_expert], an index of the costs' tiers, or SKIP for an expert that is always skipped."""
+    """Return the residency if every expert is resident.
+
+    tiers: the tier of each expert, [n_layers, n_expert], an index of the costs' tiers, or SKIP for
+    an expert that is always skipped.
+    """
     mix = (tiers[:, :, None] == np.arange(n_tiers)) * 1.0
     present = np.where(tiers == SKIP, 0.0, 1.0)
     return Residency(uses, mix, present)
@@ -225,8 +234,8 @@ def cached(
     """Return the residency of experts in least-recently-used caches with the slots of a plan.
 
     mix, foreseen: as in Residency. Uses are assumed to be independent. An expert is then resident
-    if it was used within the last t tokens, with probability 1 - (1 - p)^t, where t is chosen so
-    that the expected number of resident experts equals the number of slots (Che, Tung and Wang
+    if it was used within the last t tokens, with probability 1 - (1 - p)^t. t is chosen so that the
+    expected number of resident experts equals the number of slots (Che, Tung and Wang
     2002). A use in a lower tier also hits a better copy.
     """
     rates = uses[:, :, None] * mix
@@ -253,8 +262,10 @@ def cached(
 
 
 def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
-    """Return the probability of each item to be in a least-recently-used cache of n_slots, if each
-    step uses it with the probability in rates."""
+    """Return the probability of each item to be in a least-recently-used cache of n_slots.
+
+    Each step uses an item with the probability in rates.
+    """
     if np.count_nonzero(rates) <= n_slots:
         return np.where(rates > 0.0, 1.0, 0.0)
     if rates.min() == rates.max():
@@ -274,8 +285,10 @@ def recently_used(rates: np.ndarray, n_slots: int) -> np.ndarray:
 
 
 def scanned(share: float, several_layers: bool) -> tuple[float, float]:
-    """Return the share of experts that the first pass of a prompt over all experts finds resident,
-    and that each later pass does. share: slots per expert.
+    """Return the shares of experts that the passes of a prompt find resident.
+
+    Each pass is over all experts. The first value is for the first pass, the second for each later
+    one. share: slots per expert.
 
     A layer with its own slots computes resident experts before it replaces any. If layers share
     slots, each miss takes a slot that a later layer would have hit. After a share t of the layers,
@@ -289,8 +302,9 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the residency if missing experts with the least cost per byte are skipped, until the
-    mean cost reaches the allowed loss.
+    """Return the residency if missing experts with the least cost per byte are skipped.
+
+    Experts are skipped until the mean cost reaches the allowed loss.
 
     Skipped experts are read afterwards, so as many uses of an expert hit as without skipping.
     known: residency without skipping. expert_bytes: bytes of one read, [n_layers]. At least one of
@@ -314,8 +328,9 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return the residency that a managed plan will have. uses: as in Residency. n_cells: tokens of
-    context in use.
+    """Return the residency that a managed plan will have.
+
+    uses: as in Residency. n_cells: tokens of context in use.
 
     If every expert stays resident, each is in the tier in which its policy starts it; otherwise the
     slots are least-recently-used caches.
@@ -329,43 +344,49 @@ def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
     return cached(placement.shape, slots, uses, placement.fractions(uses), foreseen)
 
 
-def spare_bytes(config: Config, model: ExpertModel) -> int:
+def spare_bytes(request: PlanRequest, model: ExpertModel) -> int:
     """Return the memory that measurements may use temporarily before a model is loaded: most of the
-    cap, after the process."""
+    cap, after the process.
+    """
     free = probe().memory_bytes
-    left = min(config.ram or free, free) - process_bytes(model, PlanRequest.of(config))
+    left = min(request.config.ram or free, free) - process_bytes(model, request)
     return max(_LEAST_SPARE_BYTES, left * 3 // 4)
 
 
 def known_uses(config: Config, model: ExpertModel) -> tuple[np.ndarray, bool]:
-    """Return how often a token uses each expert, as in Residency, and whether earlier runs measured
-    it. Otherwise usage is uniform."""
+    """Return how often a token uses each expert, and whether earlier runs measured it.
+
+    The usage is as in Residency. If it was not measured, it is uniform.
+    """
     remembered = config.with_changes(remember=True)
     counts = UsageKeeper(remembered, model).recall()
     if counts is None:
         with suppress(ProfileError, OSError):
             counts = HotnessKeeper(remembered, model).recall()
     if counts is None:
-        return alike(model), False
+        return uniform_usage(model), False
     return chances(counts, model.n_expert_used), True
 
 
-def alike(model: ExpertModel) -> np.ndarray:
+def uniform_usage(model: ExpertModel) -> np.ndarray:
     """Return uniform uses, as in Residency."""
     return chances(np.ones((model.n_layers, model.n_expert)), model.n_expert_used)
 
 
 def skewed(model: ExpertModel) -> np.ndarray:
-    """Return uses by Zipf's law, as in Residency: the n-th expert of a layer in proportion to 1 /
-    n."""
+    """Return uses by Zipf's law, as in Residency.
+
+    The n-th expert of a layer is used in proportion to 1 / n.
+    """
     ranks = np.arange(1, model.n_expert + 1)
     return chances(np.tile(1.0 / ranks, (model.n_layers, 1)), model.n_expert_used)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Predicts the times of plans of one model from the measured speeds of this machine's processor
-    and disk.
+    """Predicts the times of plans of one model.
+
+    The basis is the measured speed of this machine's processor and disk.
 
     uses: as in Residency. profiled: earlier runs measured uses.
     """

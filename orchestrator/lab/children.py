@@ -15,17 +15,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+from gguf_tools import interrupts
 from gguf_tools.children import child
 from orchestrator.errors import BudgetError, MoeEdgeError
 
 Result = dict[str, Any]
+# How often a wait for a child looks for an interrupt, in seconds.
+_LOOK_S = 0.5
 
 
 def run_child(
     module: str,
-    told: Any,
+    job: Any,
     seconds: float | None = None,
     enter: Callable[[], object] | None = None,
 ) -> Result:
@@ -42,7 +46,7 @@ def run_child(
             errors="replace",
             preexec_fn=enter,
         ) as process:
-            out, err = process.communicate(json.dumps(asdict(told)), timeout=seconds)
+            out, err = _answered(process, json.dumps(asdict(job)), seconds)
     except subprocess.TimeoutExpired:
         return {"error": f"the process exceeded its time limit of {seconds:.0f} s"}
     status = process.returncode
@@ -55,6 +59,23 @@ def run_child(
         return {"error": f"the process failed: {last[0]}"}
     result: Result = json.loads(out.strip().splitlines()[-1])
     return result
+
+
+def _answered(process: subprocess.Popen[str], told: str, seconds: float | None) -> tuple[str, str]:
+    """Return what a process wrote to stdout and stderr.
+
+    Raises TimeoutExpired after `seconds`, and the pending interrupt of this thread.
+    """
+    end_s = monotonic() + (seconds or 0.0)
+    text: str | None = told
+    while True:
+        interrupts.check()
+        try:
+            return process.communicate(text, timeout=_LOOK_S)
+        except subprocess.TimeoutExpired:
+            text = None  # it was sent
+            if seconds is not None and monotonic() > end_s:
+                raise subprocess.TimeoutExpired(process.args, seconds) from None
 
 
 def answer(run: Callable[[Any], Result]) -> None:
@@ -141,7 +162,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
 
 
 def forget_files(paths: Iterable[Path]) -> str:
-    """Evict files from the page cache. Returns "" or a sentence about what failed."""
+    """Evict files from the page cache. Returns "" or a sentence about the failure."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())

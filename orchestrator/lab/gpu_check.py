@@ -4,7 +4,7 @@ In a checkout, these include its GPU tests. Each step is a process of its own. T
 steps is such that an early failure explains later ones.
 
 The folder next to the report has a log file for each step, and a file with all outcomes. A hang, a
-crash or a restart of the machine therefore loses nothing, and the next call continues with the
+crash or a restart of the machine therefore loses no outcome, and the next call continues with the
 remaining steps. The report is rewritten from that folder after each step. A missing GPU is not a
 failure, and no step uses a network.
 """

@@ -23,6 +23,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError, NativeError
 from orchestrator.native import Store
 from orchestrator.native.llama import Bindings, LlamaContext, Model
+from orchestrator.plan.records import Needs, PlanRequest
 from orchestrator.policy import BASELINE
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loader
@@ -261,12 +262,14 @@ def load_within(
     n_ctx: int,
     threads: int,
     budget: CalibrationBudget | None,
+    sequences: int = 0,
     **more: Any,
 ) -> tuple[Model, Driver]:
     """Load a model for windows of n_ctx tokens in total. Returns it with the driver of its store.
 
     The model has no context. `stack` closes both. `budget` limits the memory; None means no cap.
-    `more` are further settings. Raises BudgetError with the smallest cap that suffices.
+    `sequences` is the number of further sequences that the plan includes. `more` are further
+    settings. Raises BudgetError with the smallest cap that suffices.
     """
     with ExitStack() as own:
         model = own.enter_context(ExpertModel.open(path))
@@ -280,7 +283,7 @@ def load_within(
             ram=None if budget is None else max(1, budget.ram - budget.own),
             **settings | more,
         )
-        loader = Loader(config, model)
+        loader = Loader(PlanRequest(config, Needs(sequences)), model)
         try:
             loaded = own.enter_context(closing(loader.load(loader.planner.runs(config))))
         except BudgetError as error:
@@ -294,9 +297,9 @@ def load_within(
             ) from error
         # The observer creates its own context.
         loaded.context.close()
-        assert isinstance(loaded.driver, Driver)
+        driver = loaded.store_driver
         stack.enter_context(own.pop_all())
-    return loaded.model, loaded.driver
+    return loaded.model, driver
 
 
 def observe(

@@ -85,18 +85,24 @@ def exact(values: Sequence[float]) -> list[list[float | None]]:
     return [[each, None] for each in values]
 
 
+def figure_of(panels: Sequence[Panel], rows: int) -> Any:
+    """Return a matplotlib figure with the panels arranged in rows."""
+    columns = len(panels) // rows
+    figure = import_module("matplotlib.figure").Figure(
+        figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
+    )
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis, panel in zip(axes.ravel(), panels, strict=True):
+        _draw_panel(axis, panel)
+    return figure
+
+
 def draw(folder: Path, name: str, panels: Sequence[Panel], rows: int) -> None:
     """Write NAME.png and NAME.svg with the panels arranged in rows."""
-    columns = len(panels) // rows
     with import_module("matplotlib").rc_context({"svg.hashsalt": name, "font.size": 10}):
-        drawing = import_module("matplotlib.figure").Figure(
-            figsize=(5.6 * columns, 4.2 * rows), layout="constrained"
-        )
-        axes = drawing.subplots(rows, columns, squeeze=False)
-        for axis, panel in zip(axes.ravel(), panels, strict=True):
-            _draw_panel(axis, panel)
+        figure = figure_of(panels, rows)
         for ending in ("png", "svg"):
-            save_figure(drawing, folder / f"{name}.{ending}")
+            save_figure(figure, folder / f"{name}.{ending}")
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:

@@ -33,7 +33,7 @@ BENCHMARKS = {
         "bench.paired:Paired",
         "Compare the speed of two settings, of two checkouts, or with upstream llama.cpp.\n\n"
         "Both sides are loaded and take turns, so that other load on the machine affects both "
-        "alike. This shows differences of one or two percent.",
+        "equally. This shows differences of one or two percent.",
     ),
 }
 

@@ -69,8 +69,11 @@ _COPY_BYTES = 64 << 20
 
 
 class DeviceInfo(NamedTuple):
-    """A GPU. handle: of the native library. name: value of --device. description: the name that the
-    driver reports. memory_bytes: free memory. total_bytes: all memory."""
+    """A GPU.
+
+    handle: of the native library. name: value of --device. description: the name that the driver
+    reports. memory_bytes: free memory. total_bytes: all memory.
+    """
 
     handle: int
     name: str
@@ -106,8 +109,10 @@ def find_device(library: Library, name: str) -> DeviceInfo:
 
 
 def context_memory(library: Library, context: int) -> tuple[int, int]:
-    """Return (host bytes, device bytes) of a llama_context and its model, without the expert
-    cache."""
+    """Return (host bytes, device bytes) of a llama_context and its model.
+
+    The expert cache is not included.
+    """
     found = CMemory()
     library.get_memory(context, ctypes.byref(found))
     parts = (found.weights, found.cache, found.scratch)
@@ -125,8 +130,11 @@ def host_memory(library: Library, context: int) -> tuple[int, int]:
 
 
 class Touched(NamedTuple):
-    """Bytes of host memory. reserved: allocated. resident: backed by pages now. used: of the KV
-    cache, in cells that hold a token."""
+    """Bytes of host memory.
+
+    reserved: allocated. resident: backed by pages now. used: of the KV cache, in cells that hold a
+    token.
+    """
 
     reserved: int
     resident: int
@@ -134,8 +142,11 @@ class Touched(NamedTuple):
 
 
 class TouchedMemory(NamedTuple):
-    """Host memory of all contexts of this process: the KV cache, the scratch memory of graphs, and
-    ggml's work buffers. Recurrent states are not included."""
+    """Host memory of all contexts of this process.
+
+    It consists of the KV cache, the scratch memory of graphs, and ggml's work buffers. Recurrent
+    states are not included.
+    """
 
     cache: Touched
     scratch: Touched

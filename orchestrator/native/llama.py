@@ -152,9 +152,9 @@ class Model:
         """Load a model from a GGUF file.
 
         managed: expert tensors become placeholders for the native store, in buffer_type or else in
-        the host's; rows of lookup tables are read from the file when needed. gpu: number of the
-        GPU that everything is loaded to; None for none. no_data: allocate no memory for the model
-        and its contexts; contexts then report what they would need. overrides: metadata that
+        the host's; rows of lookup tables are read from the file when needed. gpu: number of the GPU
+        that everything is loaded to; None for none. no_data: allocate no memory for the model and
+        its contexts; contexts then report the memory that they would need. overrides: metadata that
         replaces the file's, by key. more: fields of llama_model_params, set last.
 
         Raises NativeError with the library's reason, and any exception of `progress`.
@@ -216,35 +216,39 @@ class Model:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a sequence cannot be truncated at all, because recurrent layers only store their
-        latest state."""
+        """Whether a sequence cannot be truncated at all.
+
+        Recurrent layers only store their latest state.
+        """
         api, handle = self.api, self.handle
         return bool(api.llama_model_is_recurrent(handle) or api.llama_model_is_hybrid(handle))
 
     @property
     def has_part(self) -> bool:
-        """Whether a sequence cannot be truncated at every position, because of a sliding window or
-        recurrent layers."""
+        """Whether a sequence cannot be truncated at every position.
+
+        The reason is a sliding window or recurrent layers.
+        """
         return self.is_recurrent or int(self.api.llama_model_n_swa(self.handle)) > 0
 
     def tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Return the token ids of a text. Raises NativeError if the tokenizer fails."""
         data = text.encode("utf-8", "replace")
-        room = len(data) + 16
+        capacity = len(data) + 16
         for _ in range(2):
-            tokens = (self.api.llama_token * room)()
+            tokens = (self.api.llama_token * capacity)()
             count = self.api.llama_tokenize(
-                self.vocab, data, len(data), tokens, room, add_special, parse_special
+                self.vocab, data, len(data), tokens, capacity, add_special, parse_special
             )
             if count >= 0:
                 return list(tokens[:count])
-            room = -count
+            capacity = -count
         raise NativeError("the text cannot be tokenized")
 
-    def piece(self, token: int, special: bool = False, room: int = _PIECE_BYTES) -> bytes:
+    def piece(self, token: int, special: bool = False, capacity: int = _PIECE_BYTES) -> bytes:
         """Return the bytes of a token. Control tokens are empty, unless special is true."""
-        text = ctypes.create_string_buffer(room)
-        count = self.api.llama_token_to_piece(self.vocab, token, text, room, 0, special)
+        text = ctypes.create_string_buffer(capacity)
+        count = self.api.llama_token_to_piece(self.vocab, token, text, capacity, 0, special)
         return self.piece(token, special, -count) if count < 0 else text.raw[:count]
 
     def is_end(self, token: int) -> bool:
@@ -310,10 +314,11 @@ class LlamaContext:
         kv: str = DEFAULT_KV,
         **more: Any,
     ) -> None:
-        """outputs: tokens of one sequence that may have logits in a step. flash_attention: False
-        keeps the attention weights in the graph. on_gpu: whether the KV cache is on the GPU, like
-        the model. sequences: number of sequences in addition to number 0. kv: type of the KV cache,
-        from KV_TYPES. more: fields of llama_context_params, set last.
+        """outputs: tokens of one sequence that may have logits in a step.
+
+        flash_attention: False keeps the attention weights in the graph. on_gpu: whether the KV
+        cache is on the GPU, like the model. sequences: number of sequences in addition to number 0.
+        kv: type of the KV cache, from KV_TYPES. more: fields of llama_context_params, set last.
 
         Raises NativeError.
         """
@@ -451,8 +456,10 @@ class LlamaContext:
         return np.ctypeslib.as_array(pointer, (n_outputs, self.model.n_vocab))
 
     def forget_from(self, pos: int, sequence: int = 0) -> bool:
-        """Drop the KV cells of a sequence from a position on. Returns False if its memory cannot be
-        truncated there."""
+        """Drop the KV cells of a sequence from a position on.
+
+        Returns False if its memory cannot be truncated there.
+        """
         return bool(self.api.llama_memory_seq_rm(self._memory, sequence, pos, -1))
 
     def forget_all(self) -> None:

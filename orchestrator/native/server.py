@@ -31,7 +31,7 @@ _FAILURES = {
 
 
 class CServerConfig(ctypes.Structure):
-    """moe_edge_native_config"""
+    """The fields of moe_edge_native_config."""
 
     _fields_ = [
         *fields_of(ctypes.c_char_p, "model_name chat_template"),
@@ -47,7 +47,7 @@ class CServerConfig(ctypes.Structure):
 
 
 class CMark(ctypes.Structure):
-    """moe_edge_server_mark"""
+    """The fields of moe_edge_server_mark."""
 
     _fields_ = [
         *fields_of(ctypes.c_uint64, "offset n_bytes"),
@@ -61,7 +61,7 @@ _DROP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class CNotes(ctypes.Structure):
-    """moe_edge_server_notes"""
+    """The fields of moe_edge_server_notes."""
 
     _fields_ = [
         ("note", _NOTE),
@@ -261,8 +261,10 @@ class NativeServer:
 
     @property
     def has_part(self) -> bool:
-        """Whether sequences cannot be truncated at every position, because of recurrent layers or
-        sliding windows. Such sequences are restored at marks."""
+        """Whether sequences cannot be truncated at every position.
+
+        The reason is recurrent layers or sliding windows. Such sequences are restored at marks.
+        """
         return bool(self.lib.moe_edge_server_has_part(self.handle))
 
     def set_before_step(self, function: Callable[[bool], None]) -> None:
@@ -398,8 +400,10 @@ class NativeServer:
         return max(0, int(spared)), bool(is_another.value)
 
     def reusable(self, sequence: int, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a prompt need not be computed, because the sequence or a copy
-        in memory has them."""
+        """Return how many tokens of a prompt need not be computed.
+
+        The sequence or a copy in memory has them.
+        """
         return self.match(sequence, prompt)[0]
 
     def as_held(self, prompt: Sequence[int], held: Sequence[int]) -> list[int]:
@@ -480,8 +484,10 @@ class NativeServer:
         return NativeRequest(self.lib, handle, self.note)
 
     def close(self) -> None:
-        """Free the server, after `run` has returned and all requests are closed. Safe to call
-        twice."""
+        """Free the server, after `run` has returned and all requests are closed.
+
+        Safe to call twice.
+        """
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self.lib.moe_edge_server_free(handle)

@@ -339,7 +339,9 @@ class Store(Closing):
 
     def taken_counts(self) -> np.ndarray:
         """Return the sum of all results of take_counts, uint32 [n_layers, n_expert], a copy.
-        Thread-safe."""
+
+        Thread-safe.
+        """
         taken: np.ndarray = self._taken.copy()
         return taken
 
@@ -478,8 +480,9 @@ class Store(Closing):
                     time.sleep(1e-3)
 
     def bring(self, layer: int, expert: int, tier: int) -> bool | None:
-        """Load one expert into free slots, if there are any. Call this between steps, on any
-        thread.
+        """Load one expert into free slots, if there are any.
+
+        Call this between steps, on any thread.
 
         Returns whether anything was loaded, or None if reading failed or steps are cancelled.
         """

@@ -12,7 +12,7 @@ from gguf_tools.file.layout import DOWN, device_slot_bytes, slot_bytes
 from gguf_tools.file.reader import metadata_value
 from orchestrator.allocation.slots import ModelShape
 from orchestrator.config import Config
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import DEFAULT, PLAIN, policy_class
 
 # Process memory apart from weights, KV cache and batches: the interpreter, numpy, libraries, thread
@@ -50,16 +50,20 @@ SIZES = (512, 1024, 2048, 4096)
 
 
 def output_tokens(request: PlanRequest, n_vocab: int, n_ubatch: int) -> int:
-    """Return the maximum number of tokens per sequence whose logits a step may compute. Logits are
-    stored twice: in the scratch, and in the output buffer."""
+    """Return the maximum number of tokens per sequence whose logits a step may compute.
+
+    Logits are stored twice: in the scratch, and in the output buffer.
+    """
     if request.config.logits_all:
         return n_ubatch
-    return max(1, min(n_ubatch, request.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
+    return max(1, min(n_ubatch, request.needs.scored, SCORING_BYTES // max(1, 2 * 4 * n_vocab)))
 
 
 def vocabulary_size(model: ExpertModel) -> int:
-    """Return the number of tokens in the model's vocabulary. Raises MetadataError if it is not a
-    list."""
+    """Return the number of tokens in the model's vocabulary.
+
+    Raises MetadataError if it is not a list.
+    """
     return len(metadata_value(model.parts[0], "tokenizer.ggml.tokens", list, []))
 
 
@@ -70,8 +74,10 @@ def compute_bytes(
     n_tokens: int,
     graph_bytes: int | None = None,
 ) -> int:
-    """Return the memory of one micro-batch: llama.cpp's scratch, logits, work buffers of products,
-    and token importance if the policy may lower experts.
+    """Return the memory of one micro-batch.
+
+    It consists of llama.cpp's scratch, logits, work buffers of products, and token importance if
+    the policy may lower experts.
 
     graph_bytes: the scratch as llama.cpp counts it, without token importance. It does not include
     the CPU's work buffer of the widest expert product: inputs in 8-bit blocks (in two formats if
@@ -86,33 +92,35 @@ def compute_bytes(
     n_vocab, n_used = vocabulary_size(model), model.n_expert_used
     n_head, n_head_kv = max(hparams.n_head), max(hparams.n_head_kv)
     n_ff = max(shape[0] for layer in model.shapes if (shape := layer[DOWN]) is not None)
-    n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.sequences)
-    beside = 4 * n_vocab * n_rows
+    n_rows = max(output_tokens(request, n_vocab, n_tokens), 1 + request.needs.sequences)
+    extra = 4 * n_vocab * n_rows
     if graph_bytes is not None:
         row = min(2, len(model.tiers)) * n_ff * ROW_WEIGHT_BYTES + ROW_PLACE_BYTES
-        beside += int(n_tokens * n_used * row)
+        extra += int(n_tokens * n_used * row)
     else:
         heads = n_head + 2 * n_head_kv
         attention = 3 * heads * max(hparams.key_length, hparams.value_length)
         experts = n_used * (n_ff + hparams.embedding_length)
         mask = (1.5 if config.importance == "exact" else 0.5) * n_ctx
         rows = 4 * hparams.embedding_length + max(attention, 2 * experts) + 0.5 * experts
-        graph_bytes = 4 * int(n_tokens * (mask + rows)) + beside
+        graph_bytes = 4 * int(n_tokens * (mask + rows)) + extra
     policy = None if config.policy == PLAIN else policy_class(config.policy or DEFAULT)
     if policy is None or not policy.wants.importance or not config.asks_less(policy):
-        return graph_bytes + beside
+        return graph_bytes + extra
     # Attention weights of the queries that determine importance, for as many prompts as a step may
     # have; and the queries, keys and residual stream of a batch, which live longer for it.
-    window = min(n_tokens, config.importance_window * (1 + request.sequences))
+    window = min(n_tokens, config.importance_window * (1 + request.needs.sequences))
     queries = {"window": window, "exact": 2 * n_tokens, "load": 0}[config.importance]
     lives = n_tokens * ((n_head + n_head_kv) * hparams.key_length + hparams.embedding_length)
-    return graph_bytes + beside + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
+    return graph_bytes + extra + (4 * (queries * n_ctx * n_head + lives) if queries else 0)
 
 
 def part_bytes(model: ExpertModel, config: Config) -> int:
-    """Return an upper estimate of a checkpoint's size for a sequence whose memory cannot be
-    truncated: float32 states of recurrent layers, and the attention window of all layers. 0 for
-    other models."""
+    """Return an upper estimate of a checkpoint's size, for memory that cannot be truncated.
+
+    A checkpoint of a sequence has float32 states of recurrent layers, and the attention window of
+    all layers. Return 0 for other models.
+    """
 
     def number(name: str) -> int:
         value = model.metadata.get(f"{model.hparams.arch}.{name}", 0)
@@ -126,8 +134,10 @@ def part_bytes(model: ExpertModel, config: Config) -> int:
 
 
 def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
-    """Return the maximum buffer of llama.cpp while it writes a sequence to a file or reads it: keys
-    or values of one layer."""
+    """Return the maximum buffer of llama.cpp while it writes a sequence to a file or reads it.
+
+    It holds keys or values of one layer.
+    """
     layers = len(model.hparams.n_head_kv)
     return model.kv_bytes(n_ctx, config.kv) // layers if config.prompt_cache else 0
 
@@ -135,8 +145,9 @@ def copying_bytes(model: ExpertModel, config: Config, n_ctx: int) -> int:
 def kernel_bytes(
     model: ExpertModel, config: Config, n_ctx: int, n_tokens: int, flash: bool, piles: bool
 ) -> int:
-    """Return the maximum device memory beyond the counted scratch: libraries, 8-bit rows of an
-    expert product, and attention buffers.
+    """Return the maximum device memory beyond the counted scratch.
+
+    It consists of libraries, 8-bit rows of an expert product, and attention buffers.
 
     Attention needs no buffers with flash attention and a 16-bit KV cache. With an 8-bit cache, it
     needs one layer's keys and values in half precision. Without flash attention, it needs its
@@ -157,13 +168,15 @@ def kernel_bytes(
 
 def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False) -> int:
     """Return the process memory, without weights, KV cache and scratch."""
-    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.beside
-    return own + (VOCAB_TOKEN_BYTES + request.beside_token) * vocabulary_size(model)
+    own = (GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES) + request.needs.beside
+    return own + (VOCAB_TOKEN_BYTES + request.needs.beside_token) * vocabulary_size(model)
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
-    """Return the bytes of a layer's rows that the host computes for a device: inputs and results of
-    each expert for n_tokens tokens."""
+    """Return the bytes of a layer's rows that the host computes for a device.
+
+    They are inputs and results of each expert for n_tokens tokens.
+    """
     longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest
 
@@ -185,7 +198,9 @@ def model_shape(
     model: Experts, tiers: tuple[int, ...], shapes: Sequence[LayerShapes] = ()
 ) -> ModelShape:
     """Return the model as policies see it, reduced to some of its tiers, with slots in host memory.
-    shapes: given for a model with slots in device memory, or in host memory next to a device."""
+
+    shapes: given for a model with slots in device memory, or in host memory next to a device.
+    """
 
     def slots(size: Callable[[Slice, int, int], int]) -> tuple[tuple[dict[int, int], ...], ...]:
         return tuple(

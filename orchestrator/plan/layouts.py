@@ -1,5 +1,8 @@
-"""Layout of experts in slots: as in the file, or in the CPU's own layout, which interleaves eight
-rows for llama.cpp's repacked kernels. Also the compute times of the host."""
+"""Layout of experts in slots.
+
+It is that of the file, or the CPU's own layout, which interleaves eight rows for llama.cpp's
+repacked kernels. Also the compute times of the host.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from gguf_tools.file.layout import GGMLType
 from orchestrator.config import Config
 from orchestrator.native import Library, ProductTime, Slices, StoreSpec
 from orchestrator.plan.machine import AUTO
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 
 # Returns the time of a product of experts from their type and shape.
 TimeProduct = Callable[[int, tuple[int, int]], ProductTime | None]
 
 # The share of resident experts from which the CPU's own layout is used. A token also waits for the
-# conversion of a missing expert, so reading experts from disk is slower with this layout, even for
-# types where one use compensates for it (docs/experiments/layouts.md).
+# conversion of a missing expert. Reading experts from disk is therefore slower with this layout,
+# even for types whose first use compensates for it (docs/experiments/engine.md).
 RESIDENT_SHARE = 0.99
 
 
@@ -38,8 +41,10 @@ def wants_own_layout(config: Config, plan: Plan) -> bool:
 def with_layouts(
     spec: StoreSpec, config: Config, model: ExpertModel, plan: Plan, library: Library
 ) -> StoreSpec:
-    """Return the store spec with slots in the CPU's own layout, for matrices that have one, if the
-    plan wants it. Experts on a device keep the layout of the file."""
+    """Return the store spec with slots in the CPU's own layout if the plan wants it.
+
+    This concerns matrices that have such a layout. Experts on a device keep the layout of the file.
+    """
     if plan.device is not None or not wants_own_layout(config, plan):
         return spec
 
@@ -53,8 +58,9 @@ def with_layouts(
 
 
 def with_product_times(spec: StoreSpec, model: ExpertModel, timed: TimeProduct) -> StoreSpec:
-    """Return the store spec with the host's compute time of each expert, which automatic handling
-    of misses needs.
+    """Return the store spec with the host's compute time of each expert.
+
+    Automatic handling of misses needs it.
 
     timed: returns the time of a product of experts of a type and a shape (row length, rows), or
     None if the host cannot compute it.

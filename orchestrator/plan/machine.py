@@ -20,10 +20,7 @@ from orchestrator.native import DeviceInfo, Misses, find_device, host_memory, me
 from orchestrator.native.ggml import GgmlFunctions, InitParams
 from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.plan.footprint import PROCESS_BYTES, output_tokens
-from orchestrator.plan.request import PlanRequest
-
-_HEADROOM_SHARE = 0.1
-_HEADROOM_BYTES = (256 * 2**20, 2 * 2**30)
+from orchestrator.plan.records import Device, Machine, PlanRequest
 
 AUTO, CPU = "auto", "cpu"
 _GPU = "cuda"
@@ -34,52 +31,11 @@ _TOKENS, _CELLS = 512, 1024
 _TENSORS_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device with its own memory for experts.
-
-    name: such as "cuda0". memory_bytes: free memory when it was probed. flash: it supports flash
-    attention for the model.
-    """
-
-    name: str
-    description: str
-    memory_bytes: int
-    total_bytes: int
-    flash: bool = False
-
-    @property
-    def usable_bytes(self) -> int:
-        """Free memory minus headroom for the display."""
-        return _less_headroom(self.memory_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A probed machine.
-
-    memory_bytes: free memory, or the rest of a cgroup's limit if that is less. Memory that this
-    process uses already counts as free. device: the device that holds the experts; None for host
-    memory.
-    """
-
-    memory_bytes: int
-    device: Device | None = None
-
-    @property
-    def usable_bytes(self) -> int:
-        """Free memory minus headroom for other programs."""
-        return _less_headroom(self.memory_bytes)
-
-
-def _less_headroom(free: int) -> int:
-    low, high = _HEADROOM_BYTES
-    return max(0, free - min(max(int(free * _HEADROOM_SHARE), low), high))
-
-
 def probe(device: Device | None = None) -> Machine:
-    """Probe this machine. The caller passes the device, because only the native library can find
-    it."""
+    """Probe this machine.
+
+    The caller passes the device, because only the native library can find it.
+    """
     free = psutil.virtual_memory().available
     for limit, used in _cgroup_limits():
         free = min(free, max(0, limit - used))
@@ -87,16 +43,20 @@ def probe(device: Device | None = None) -> Machine:
 
 
 def _own_bytes() -> int:
-    """Return the memory that this process uses already and that a plan counts for it, so that it is
-    not counted twice. It is limited to PROCESS_BYTES, which excludes another loaded model."""
+    """Return the memory that this process uses already and that a plan counts for it.
+
+    A plan subtracts it, so that it is not counted twice. It is limited to PROCESS_BYTES, which
+    excludes another loaded model.
+    """
     return min(private_bytes(), PROCESS_BYTES)
 
 
 def _cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[int, int]]:
-    """Return (limit, bytes in use that cannot be dropped) of each memory cgroup of this process,
-    version 1 and 2.
+    """Return the limits of this process's memory cgroups, version 1 and 2.
+
+    Each is (limit, bytes in use that cannot be dropped).
 
     The limit is the lower one of memory.max and memory.high. Above memory.high the kernel reclaims
     memory continuously, and the process hardly makes progress.
@@ -126,8 +86,9 @@ def _cgroup_limits(
 
 
 def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[int, int] | None:
-    """Return (limit, bytes in use that cannot be dropped) of the cgroup in a folder; None if it has
-    no limit or is unreadable.
+    """Return (limit, bytes in use that cannot be dropped) of the cgroup in a folder.
+
+    Return None if it has no limit or is unreadable.
 
     limits_in: the files that may hold a limit. usage_in: the file that holds the bytes in use.
     """
@@ -176,8 +137,10 @@ class Accelerator:
 
 
 def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accelerator | None:
-    """Return the device that the setting names. "gpu" is the first GPU, and so is "auto" if the
-    library was built with GPU support; None for the CPU.
+    """Return the device that the setting names.
+
+    "gpu" is the first GPU, and so is "auto" if the library was built with GPU support; None for the
+    CPU.
 
     Raises ConfigError for a device that does not exist, and for --vram without a GPU.
     """
@@ -224,8 +187,11 @@ def check_misses(gpu: Accelerator | None, config: Config) -> None:
 
 
 def serve_misses(bindings: Bindings, gpu: Accelerator | None, config: Config) -> Misses:
-    """Return how a GPU gets missing experts. For "auto" this measures the link, which takes some
-    tenths of a second. Raises ConfigError for a GPU that does not respond."""
+    """Return how a GPU gets missing experts.
+
+    For "auto" this measures the link, which takes some tenths of a second. Raises ConfigError for a
+    GPU that does not respond.
+    """
     if gpu is None:
         return Misses()
     mode, threads = config.misses or AUTO, config.n_threads
@@ -281,8 +247,11 @@ def _supports(
 
 
 class Probe:
-    """Counts the host memory that llama.cpp would take for a model, from its header alone. The
-    model is opened at the first count that is needed, and closed when the context manager exits."""
+    """Counts the host memory that llama.cpp would take for a model, from its header alone.
+
+    The model is opened at the first count that is needed, and closed when the context manager
+    exits.
+    """
 
     def __init__(self, bindings: Bindings, request: PlanRequest) -> None:
         self._bindings, self._request = bindings, request
@@ -301,8 +270,10 @@ class Probe:
 
     def count(self, n_ctx: int, n_ubatch: int) -> tuple[int, int] | None:
         """Return the bytes of KV cache and scratch for a context length and a micro-batch size.
+
         Token importance, which needs a store, is not included. None if llama.cpp cannot load the
-        model; loading reports the reason."""
+        model; loading reports the reason.
+        """
         if (n_ctx, n_ubatch) not in self._known:
             self._known[n_ctx, n_ubatch] = self._measured(n_ctx, n_ubatch)
         return self._known[n_ctx, n_ubatch]
@@ -318,7 +289,7 @@ class Probe:
                 threads=1,
                 outputs=output_tokens(request, self._model.n_vocab, n_ubatch),
                 flash_attention=config.importance != "exact",
-                sequences=request.sequences,
+                sequences=request.needs.sequences,
                 kv=config.kv,
             )
         except NativeError:

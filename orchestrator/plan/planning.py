@@ -1,4 +1,4 @@
-"""The memory plan of a model: llama.cpp's own path or an expert store, tiers, and slots.
+"""The memory plan of a model: the policy and its tiers, and the memory that its slots get.
 
 It also chooses the context length and the micro-batch size if the user did not set them.
 """
@@ -8,36 +8,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from gguf_tools.experts import KV_TYPES, ExpertModel
 from gguf_tools.file.layout import BLOCK, EMBEDDINGS, pad
 from gguf_tools.units import format_least, format_size
-from gguf_tools.verify.structure import foreign_problems
-from orchestrator.allocation.slots import FileTier, ModelShape, SlotPlan
+from orchestrator.allocation.slots import FileTier, ModelShape, Rules
 from orchestrator.config import Config
-from orchestrator.errors import BudgetError, ConfigError
+from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import SKIP_TIER
 from orchestrator.plan import footprint
-from orchestrator.plan.choice import Choice, choose, rules_of, settings_of, wants_plain
 from orchestrator.plan.footprint import LEAST_CONTEXT, SIZES
-from orchestrator.plan.machine import Device, Machine
-from orchestrator.plan.request import Counted, PlanRequest, Size
-from orchestrator.plan.shared import CELL_STEP, Line, SharedMemory, longest_context
+from orchestrator.plan.records import (
+    CELL_STEP,
+    Counted,
+    Device,
+    Line,
+    Machine,
+    Plan,
+    PlanRequest,
+    Refusal,
+    SharedMemory,
+    Size,
+    longest_context,
+)
 from orchestrator.policy import BASELINE, DEFAULT, PLAIN, Policy, policy_class
-from orchestrator.policy.base import UNKNOWN, History, Placement, place
+from orchestrator.policy.base import UNKNOWN, History, Placement, TierOffer, place
+from orchestrator.settings import Settings, flag_of
 
 # The share of the memory left after the dense weights that the KV cache may take. The expert cache
-# hits about as often with the other fifteen sixteenths, and a step reads the KV cache only as far
-# as it is filled.
+# hits about as often with the other fifteen sixteenths, and a step reads only the filled part of
+# the KV cache.
 SHARE = 1 / 16
 
 # How often an answer reads an expert without a slot, per token of its prompt and relative to the
 # mean use of an expert. An answer has an eighth of its prompt's length: the medians of
 # conversations in Splitwise (ISCA 2024, Figure 3) are 129 and 1,020 tokens. Experts without a slot
-# are the least used ones; half the mean is a safe estimate (docs/experiments/prompts.md,
-# "Micro-batches by memory").
+# are the least used ones; half the mean is a safe estimate (docs/experiments/engine.md,
+# "What a long prompt does to the cache").
 ABSENT_USE = 1 / 8 / 2
 
+
+# Returns the slot sizes of a model reduced to some of its tiers, in the memory that holds its
+# experts.
+ShapeOf = Callable[[tuple[FileTier, ...]], ModelShape]
 
 # A memory size that no machine reaches, and the maximum number of corrections of the lower bound in
 # the search for the smallest limit.
@@ -46,122 +60,16 @@ _MOST_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """The reason why there is no plan.
-
-    text: a sentence for the user, with the remedy. needed_bytes: the smallest value of the limit
-    that works, or a lower bound of it. option: the option that sets the limit.
-    """
-
-    text: str
-    needed_bytes: int
-    option: str
-
-    @property
-    def error(self) -> BudgetError:
-        """The error that a front end raises."""
-        return BudgetError(self.text, self.needed_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _TooSmall(Refusal):
-    """A limit that is too small for the policy's slots, before the smallest sufficient limit is
-    known.
+    """A limit that is too small for the policy's slots.
+
+    The smallest sufficient limit is not known yet.
 
     may_divide: a plan without shared memory may still fit.
     """
 
     policy: type[Policy]
     may_divide: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The division of memory for one model. Sizes are in bytes.
-
-    n_ubatch: micro-batch size in tokens. ram_bytes: cap on all host memory of the model. cap_bytes:
-    cap on the memory that holds the experts (device or host). compute_bytes: the part of
-    scratch_bytes that compute graphs take. prompt_bytes: host memory for the prompt cache.
-
-    tiers: tiers of the file in use, best first. skip: experts may be skipped. placement and slots
-    are None on llama.cpp's own path. budget_bytes: the cap of the slots if the user set one,
-    otherwise the size of the slots.
-
-    With a device, dense_bytes, kv_bytes, scratch_bytes and the slots are in device memory, and
-    host_bytes is the size of the expert cache in host memory.
-    """
-
-    managed: bool
-    n_ctx: int
-    n_ubatch: int
-    ram_bytes: int
-    cap_bytes: int
-    dense_bytes: int
-    kv_bytes: int
-    scratch_bytes: int
-    compute_bytes: int
-    device: Device | None = None
-    prompt_bytes: int = 0
-    reason: str = ""
-    tiers: tuple[FileTier, ...] = ()
-    tier_names: tuple[str, ...] = ()
-    expert_bytes: int = 0
-    skip: bool = False
-    budget_bytes: int = 0
-    placement: Placement | None = None
-    host_bytes: int = 0
-    shared: SharedMemory | None = None
-
-    @property
-    def slots(self) -> SlotPlan | None:
-        return self.placement.slots if self.placement else None
-
-    @property
-    def versions(self) -> list[str]:
-        """Names of the tiers in which an expert may be computed, best first, followed by "skip" if
-        experts may be skipped."""
-        return [*self.tier_names, *([SKIP_TIER] if self.skip else [])]
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Everything except experts in the memory that holds the experts."""
-        elsewhere = self.device or (self.shared and self.shared.prompts)
-        prompts = 0 if elsewhere else self.prompt_bytes
-        return self.dense_bytes + self.kv_bytes + self.scratch_bytes + prompts
-
-    @property
-    def total_bytes(self) -> int:
-        """The maximum that the model takes of the memory that holds its experts."""
-        return self.fixed_bytes + (self.slots.total_bytes if self.slots else self.expert_bytes)
-
-    @property
-    def fits_whole(self) -> bool:
-        """Whether llama.cpp's own path can hold every expert in the best tier."""
-        return not self.managed and self.total_bytes <= self.cap_bytes
-
-    @property
-    def absent_bytes(self) -> int:
-        """The size of all experts in the best tier in use minus the size of the slots; 0 if every
-        expert is resident."""
-        placement = self.placement
-        if placement is None or placement.wants.all_resident:
-            return 0
-        return max(0, placement.shape.all_slot_bytes() - placement.slots.total_bytes)
-
-    def micro_batch(self, n_cells: int, n_tokens: int) -> int:
-        """Return how many of the next n_tokens of a prompt to compute at once after n_cells of
-        context."""
-        return self.shared.micro_batch(n_cells, n_tokens) if self.shared else self.n_ubatch
-
-    def slots_after(self, n_cells: int) -> SlotPlan | None:
-        """Return the slots that remain for an answer with n_cells of the context in use."""
-        shared = self.shared
-        if shared is None or self.slots is None:
-            return self.slots
-        copy = min(shared.prompts, shared.cache_bytes(n_cells))
-        share = min(1.0, (shared.slots(n_cells, 1) - copy) / self.slots.total_bytes)
-        groups = (replace(g, n_slots=max(1, int(share * g.n_slots))) for g in self.slots.groups)
-        return replace(self.slots, groups=tuple(groups))
 
 
 def plan(
@@ -189,10 +97,11 @@ def least(
     return _Layout(request, model, machine, history).least()
 
 
-def plan_memory(config: Config, model: ExpertModel, machine: Machine) -> Plan:
-    """Plan from the file alone, without history or llama.cpp's own counts. Raises BudgetError for a
-    refusal, with the smallest limit that works."""
-    return planned(plan(PlanRequest.of(config), model, machine))
+def plan_memory(request: PlanRequest, model: ExpertModel, machine: Machine) -> Plan:
+    """Plan without history. Raises BudgetError for a refusal, with the smallest limit that
+    works.
+    """
+    return planned(plan(request, model, machine))
 
 
 def planned(found: Plan | Refusal) -> Plan:
@@ -202,31 +111,19 @@ def planned(found: Plan | Refusal) -> Plan:
     return found
 
 
-def notes_of(config: Config, model: ExpertModel) -> list[str]:
-    """Return notes that the user should read before the model runs.
-
-    One note says that --ctx exceeds the training context. Others name a part of the file whose
-    quantization differs from the other parts: the model runs, but this is probably a mistake.
-    """
-    own, asked, notes = model.hparams.context_length, config.ctx, []
-    if own and asked is not None and asked > own:
-        notes.append(f"--ctx {asked}: limited to the model's training context, {own} tokens.")
-    for parts in model.split_files:
-        notes += [f"{each.text}." for each in foreign_problems(parts)]
-    return notes
-
-
 def scratch_bytes(model: ExpertModel, config: Config) -> int:
     """Return the memory that a model takes in addition to weights and KV cache, with a policy that
-    looks ahead."""
-    request = PlanRequest.of(config.compared(policy=DEFAULT))
+    looks ahead.
+    """
+    request = PlanRequest(config.compared(policy=DEFAULT))
     return _Layout(request, model, Machine(0), UNKNOWN).room().scratch_bytes
 
 
 def own_context(request: PlanRequest, model: ExpertModel) -> int:
     """Return the model's training context, multiplied by the number of sequences that share the KV
-    cache; 0 if the file does not state it."""
-    return model.hparams.context_length * (1 + request.sequences)
+    cache; 0 if the file does not state it.
+    """
+    return model.hparams.context_length * (1 + request.needs.sequences)
 
 
 def default_context(request: PlanRequest, model: ExpertModel) -> int:
@@ -242,15 +139,19 @@ def micro_batches(config: Config, most: int) -> list[int]:
 
 
 def line_ends(n_tokens: int, most: int) -> tuple[int, int]:
-    """Return the shortest and the longest context with micro-batches of n_tokens, up to `most`
-    tokens."""
+    """Return the shortest and the longest context with micro-batches of n_tokens.
+
+    The longest is at most `most` tokens.
+    """
     short = pad(n_tokens, CELL_STEP)
     return short, max(pad(most, CELL_STEP), short + CELL_STEP)
 
 
 def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size], list[Size]]:
-    """Return the sizes for which llama.cpp is asked to count its memory: first those that decide
-    whether everything fits, then all sizes."""
+    """Return the sizes for which llama.cpp is asked to count its memory.
+
+    First those that decide whether everything fits, then all sizes.
+    """
     config, usual = request.config, default_context(request, model)
     most = usual if config.ctx else max(usual, own_context(request, model))
     at_once = min(config.ubatch or SIZES[0], usual)
@@ -260,6 +161,116 @@ def sizes_to_count(request: PlanRequest, model: ExpertModel) -> tuple[list[Size]
     }
     sizes = [(n_ctx, n_tokens) for n_tokens, of in every.items() for n_ctx in of]
     return [each for each in sizes if each[1] == at_once], sizes
+
+
+class Choice(NamedTuple):
+    """A policy and the tiers of the file that it works with, best first. skip: experts may also be
+    skipped.
+    """
+
+    policy: type[Policy]
+    tiers: tuple[FileTier, ...]
+    skip: bool
+
+
+def rules_of(config: Config, choice: Choice) -> Rules:
+    """Return the rules that follow from the options and the chosen tiers."""
+    return Rules(choice.skip, config.renormalize, config.exact_tiers)
+
+
+def settings_of(config: Config, choice: Choice) -> Settings:
+    """Return the settings of the chosen policy. With --exact, raises ConfigError for settings with
+    which the policy would not be lossless.
+    """
+    settings = config.settings_of(choice.policy)
+    if not config.exact:
+        return settings
+    needed = choice.policy.precisions.lossless or {}
+    for name, value in needed.items():
+        if config.of_policies.get(name, value) != value:
+            raise ConfigError(
+                f"--exact computes every expert in the high precision, which {flag_of(name)} "
+                f"{config.of_policies[name]} does not: leave one of the two out"
+            )
+    return replace(settings, **needed)
+
+
+def wants_plain(config: Config, model: ExpertModel) -> bool:
+    """Whether llama.cpp's own path could satisfy the options, given enough memory. Raises
+    ConfigError for --policy plain with options that it cannot satisfy.
+    """
+    best = config.high_tier is None or model.tier_index(config.high_tier) == 0
+    if config.policy == PLAIN:
+        if not best or config.force_managed or config.expert_ram:
+            raise ConfigError(
+                "--policy plain computes the best tier of the file without expert slots: leave out "
+                "--high-tier and --expert-ram, or choose another policy"
+            )
+        return True
+    less = config.asks_less(policy_class(DEFAULT))
+    managed = config.force_managed or config.expert_ram is not None or less
+    return config.policy is None and best and not managed
+
+
+def choose(config: Config, model: ExpertModel, shape_of: ShapeOf, budget: int) -> Choice:
+    """Choose the policy and its tiers, unless the user named them.
+
+    Without --policy, the policy is the baseline if every expert fits the slots and no lower
+    precision or policy setting was given, otherwise the default. Every expert is in the best tier
+    unless an option asks for lower precisions. Raises PolicyError for a low tier that is not below
+    the high tier.
+    """
+    names = [tier.name for tier in model.tiers]
+    policy = None if config.policy is None else policy_class(config.policy)
+    mixes = policy is not None and policy.precisions.lossless is None and policy.precisions.most > 1
+    if config.exact and policy is not None and mixes:
+        raise PolicyError(
+            f"--exact computes every expert in the high precision, and the policy {policy.name} "
+            f"keeps some in lower ones: choose another --policy, or leave --exact out"
+        )
+    asking = policy or policy_class(DEFAULT)
+    lower = asking.precisions.most > 1 and config.asks_less(asking)
+    # The low tier that the user named; None for any.
+    named = None
+    if lower and config.low_tier not in (None, SKIP_TIER):
+        named = FileTier(model.tier_index(config.low_tier or ""))
+    offer = TierOffer(names, shape_of, budget, named)
+    if config.high_tier is not None:
+        high = FileTier(model.tier_index(config.high_tier))
+    else:
+        high = (policy or Policy).precisions.high(offer)
+    named = (policy or Policy).precisions.low(offer, high) if lower else None
+    low = named
+    if lower and named is None and high + 1 < len(names):
+        low = FileTier(high + 1)
+    if low is not None and low <= high:
+        raise PolicyError(
+            f"the low tier {names[low]} is not below the high tier {names[high]}; the file "
+            f"holds {', '.join(names)}, best first"
+        )
+    if policy is None:
+        tunes = config.low is not None or config.low_tier is not None or config.of_policies
+        policy = policy_class(BASELINE if offer.fits_whole(high) and not tunes else DEFAULT)
+    asked = config.low_tier == SKIP_TIER and policy.precisions.most > 1
+    skip = (policy.precisions.skips or asked) and not config.exact
+    if low is None or asked or (policy.precisions.skips and named is None):
+        return Choice(policy, (high,), skip)
+    return Choice(policy, tiers_between(policy, high, named, len(names)), skip)
+
+
+def tiers_between(
+    policy: type[Policy], high: FileTier, low: FileTier | None, n: int
+) -> tuple[FileTier, ...]:
+    """Return the tiers that a policy works with, of n in the file.
+
+    They start at the high tier and are at most as many as the policy supports. If the user named a
+    low tier, it is the last of them.
+    """
+    if policy.precisions.most == 1:
+        return (high,)
+    end = n if low is None else low + 1
+    tiers = tuple(FileTier(at) for at in range(high, end))[: policy.precisions.most]
+    return tiers if low is None else (*tiers[:-1], low)
 
 
 @dataclass(frozen=True)
@@ -288,8 +299,11 @@ class _Layout:
         return found
 
     def least(self, needed_bytes: int = 1) -> Plan | Refusal:
-        """Return the plan under the smallest limit that works, or a refusal if a few corrections of
-        the bound do not find it. needed_bytes: a lower bound of that limit."""
+        """Return the plan under the smallest limit that works.
+
+        Return a refusal if a few corrections of the bound do not find it. needed_bytes: a lower
+        bound of that limit.
+        """
         capped = "vram" if self.machine.device else "ram"
         device = self.machine.device
         without_end = Machine(_NO_END, device and replace(device, memory_bytes=_NO_END))
@@ -324,13 +338,13 @@ class _Layout:
         found = request.counted.at(n_ctx, n_tokens)
         kv, graph = found or (model.kv_bytes(n_ctx, config.kv), None)
         compute = footprint.compute_bytes(model, request, n_ctx, n_tokens, graph)
-        compute, beside = compute + request.more_scratch, 0
+        compute, extra = compute + request.more_scratch, 0
         if managed and policy_class(config.policy or DEFAULT).wants.asked_in:
             # Copies of the routers in half precision, for predictions of the next layers.
             routers = (model.n_layers - 1) * model.n_expert
-            beside = 2 * routers * model.hparams.embedding_length
+            extra = 2 * routers * model.hparams.embedding_length
         if device is None:
-            beside += footprint.process_bytes(model, request)
+            extra += footprint.process_bytes(model, request)
             kv += footprint.copying_bytes(model, config, n_ctx)
         else:
             flash = device.flash and config.importance != "exact"
@@ -345,7 +359,7 @@ class _Layout:
             cap_bytes=_cap(device or self.machine, self._asked),
             dense_bytes=model.dense_bytes - (model.lookup_bytes if managed else 0),
             kv_bytes=kv,
-            scratch_bytes=compute + beside,
+            scratch_bytes=compute + extra,
             compute_bytes=compute,
             device=device,
             tiers=(FileTier(0),),
@@ -354,15 +368,16 @@ class _Layout:
         )
 
     def shared(self, usual: Plan) -> Plan | Refusal | None:
-        """Return a plan in which the KV cache and scratch take memory from the slots as they grow;
-        None if memory is divided once.
+        """Return a plan in which the KV cache and scratch take memory from the slots as they grow.
+
+        Return None if memory is divided once.
 
         usual: the plan with the default context. Returns a refusal that names the longest context
         if the requested one is too long.
         """
         config = self.config
         once = config.policy == PLAIN or config.expert_ram or self.machine.device
-        if once or not self.request.conversations or usual.fits_whole:
+        if once or not self.request.needs.conversations or usual.fits_whole:
             return None
         least = min(SIZES[0], usual.n_ubatch)
         room = self.room(max(CELL_STEP, least), least)
@@ -381,7 +396,7 @@ class _Layout:
         shared = self._sharing(plan, most, own)
         longest, each = (
             shared.longest(most),
-            most // (1 + self.request.sequences) if config.ctx else 1,
+            most // (1 + self.request.needs.sequences) if config.ctx else 1,
         )
         if longest < each:
             needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
@@ -402,7 +417,7 @@ class _Layout:
         """Return a plan with fixed parts.
 
         It has the requested context and prompt cache. If they were not requested, it uses sizes
-        that cost little, or smaller ones if the policy's slots do not fit beside them. The
+        that cost little, or smaller ones if the policy's slots do not fit otherwise. The
         micro-batch size is the one with which the tokens of a prompt and its answer read the fewest
         bytes; if no expert is absent, it is the smallest.
         """
@@ -419,8 +434,10 @@ class _Layout:
         return plan if isinstance(other, Refusal) else other
 
     def _sharing(self, plan: Plan, most: int, prompts: int = 0) -> SharedMemory:
-        """Return how the slots of a plan, a context of up to `most` tokens, scratch and prompt
-        copies share memory."""
+        """Return how the parts of a plan share memory.
+
+        The parts are its slots, a context of up to `most` tokens, scratch and prompt copies.
+        """
         config, placement = self.config, plan.placement
         assert placement is not None
         fewest = place(
@@ -443,7 +460,7 @@ class _Layout:
             {size: (twice * empty, each) for size, (empty, each) in lines.items()},
             # With transposed values, the cache grows by one page per dimension.
             CELL_STEP if config.importance != "exact" else 8 * CELL_STEP,
-            1 + self.request.sequences,
+            1 + self.request.needs.sequences,
             prompts,
         )
         # A larger micro-batch may fit only prompts that are shorter than it; leave it out.
@@ -451,8 +468,9 @@ class _Layout:
         return replace(shared, scratch=scratch)
 
     def _line(self, part: Callable[[Plan], int], n_tokens: int, most: int) -> Line:
-        """Return one part of a plan's memory as a line: bytes for an empty context, and bytes per
-        cell.
+        """Return one part of a plan's memory as a line.
+
+        The line is bytes for an empty context, and bytes per cell.
 
         The part is a maximum of sums that grow linearly with the context, so it is never above the
         line from the shortest to the longest context.
@@ -465,7 +483,7 @@ class _Layout:
     def _longer(self, least: Plan) -> Plan:
         """Return the plan with the context that is used if none was requested.
 
-        If everything fits beside the minimum context, it still fits beside this one. A conversation
+        If everything fits with the minimum context, it still fits with this one. A conversation
         gets the longest such context, because it takes no memory until it is used.
         """
         left = least.cap_bytes - least.fixed_bytes
@@ -473,7 +491,7 @@ class _Layout:
         allowed = int((left + least.kv_bytes) * SHARE) - least.kv_bytes
         if least.fits_whole:
             allowed = min(allowed, left - least.expert_bytes)
-            if self.request.conversations and not least.device:
+            if self.request.needs.conversations and not least.device:
                 allowed = left - least.expert_bytes - self._prompt_bytes(least)
 
         def taken(n_ctx: int) -> int:
@@ -491,7 +509,7 @@ class _Layout:
         fits.
         """
         config, model = self.config, self.model
-        if config.cache_ram is not None or not self.request.conversations:
+        if config.cache_ram is not None or not self.request.needs.conversations:
             return config.cache_ram or 0
         left = room.cap_bytes - room.fixed_bytes
         if room.device:
@@ -503,8 +521,11 @@ class _Layout:
         return max(0, min(room.kv_bytes + marks, most))
 
     def try_in(self, *rooms: tuple[Plan, int]) -> Plan | Refusal:
-        """Return the plan with the first of these (plan without slots, prompt cache size) pairs
-        that is large enough; the last refusal if none is."""
+        """Return the plan with the first large enough of these pairs.
+
+        A pair is (plan without slots, prompt cache size). Return the last refusal if none is large
+        enough.
+        """
         for each in rooms:
             found = self.plan_in(*each)
             if isinstance(found, Plan):
@@ -512,8 +533,10 @@ class _Layout:
         return found
 
     def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
-        """Complete a plan without slots: on llama.cpp's own path if that fits or is requested,
-        otherwise with an expert store."""
+        """Complete a plan without slots.
+
+        It uses llama.cpp's own path if that fits or is requested, otherwise an expert store.
+        """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)
         if not room.managed:
@@ -562,8 +585,11 @@ class _Layout:
         return place(choice.policy, shape, settings, rules, budget, self.history)
 
     def _host_bytes(self, room: Plan, placement: Placement) -> int | Refusal:
-        """Return the size of the expert cache in host memory with a device: the memory left over,
-        up to the size of all experts. Returns a refusal if not even reads in flight fit."""
+        """Return the size of the expert cache in host memory with a device.
+
+        It is the memory left over, up to the size of all experts. Return a refusal if not even
+        reads in flight fit.
+        """
         config, model, slots = self.config, self.model, placement.slots
         fixed = footprint.process_bytes(model, self.request, on_gpu=True) + room.prompt_bytes
         fixed += slots.host_bytes + footprint.copying_bytes(model, config, room.n_ctx)
@@ -601,8 +627,10 @@ class _Layout:
         return f"free memory{of}, {format_size(room.cap_bytes)},"
 
     def _too_small(self, room: Plan, placement: Placement) -> Refusal:
-        """Return the refusal of a budget below the policy's minimum. placement: the placement with
-        the fewest slots."""
+        """Return the refusal of a budget below the policy's minimum.
+
+        placement: the placement with the fewest slots.
+        """
         expert_ram, slots = self.config.expert_ram, placement.slots.total_bytes
         name = placement.name
         if expert_ram is None or (self._asked is not None and expert_ram >= slots):
@@ -619,8 +647,10 @@ class _Layout:
         )
 
     def refusal(self, found: _TooSmall) -> Refusal:
-        """Return the refusal that names the smallest limit that works and its context, or
-        --cache-ram if the model fits without it."""
+        """Return the refusal that names the smallest limit that works and its context.
+
+        If the model fits without --cache-ram, the refusal names that option instead.
+        """
         plan = self.least(found.needed_bytes)
         if isinstance(plan, Refusal):
             return plan

@@ -1,5 +1,7 @@
-"""Choice of the tiers of a packed file for a given memory size: those that a resident plan would
-use."""
+"""Choice of the tiers of a packed file for a given memory size.
+
+They are those that a resident plan would use.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,8 @@ from gguf_tools.units import format_least, format_size
 from orchestrator.allocation.hull import Hull
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Refusal, plan
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan
+from orchestrator.plan.records import Machine, PlanRequest, Refusal
 from orchestrator.policy import BASELINE
 
 # Types that are quick to quantize and need no importance matrix.
@@ -41,19 +42,20 @@ _LEAST = 2
 
 
 def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
-    """Return the tier names, best first, and a sentence that explains them. ram_bytes: cap on all
-    memory of the model, as in --ram.
+    """Return the tier names, best first, and a sentence that explains them.
+
+    ram_bytes: cap on all memory of the model, as in --ram.
 
     The best tier is the model's own if it is quantized, otherwise Q8_0, which counts as lossless.
-    If the whole model fits in it, it is the only tier. If every expert fits in some type, the lower
-    tiers are those that an allocation over all types gives to at least a minimum share of the
-    experts, with usage times loss as uneven as on the demo model. If no type fits, experts are read
-    from disk while decoding, in the high or low tier.
+    If the whole model fits in it, it is the only tier. If every expert fits in some type, an
+    allocation over all types is computed, with usage times loss as uneven as on the demo model. The
+    lower tiers are those that it gives to at least a minimum share of the experts. If no type fits,
+    experts are read from disk while decoding, in the high or low tier.
 
     Raises BudgetError if the memory is too small for that.
     """
     config = Config.build(model=model.path, ram=ram_bytes, policy=BASELINE)
-    found = plan(PlanRequest.of(config), model, Machine(1 << 62))
+    found = plan(PlanRequest(config), model, Machine(1 << 62))
     if isinstance(found, Refusal):
         raise BudgetError(
             f"--for-ram {format_size(ram_bytes)} is too little for this model: it needs at least "
@@ -84,8 +86,9 @@ def tiers_for(model: ExpertModel, ram_bytes: int) -> tuple[list[str], str]:
 
 
 def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
-    """Return the bits per weight of each of TYPES, in their order, for a model with these row
-    lengths.
+    """Return the bits per weight of each of TYPES, in their order.
+
+    They are for a model with these row lengths.
 
     Rows whose length is not a multiple of a type's block size get another type (FALLBACK of
     gguf_tools.file.layout). A type that is then no smaller than the type before it is left out.
@@ -100,8 +103,11 @@ def _bits_of_types(model: ExpertModel) -> dict[GGMLType, float]:
 
 
 def _shared(types: Mapping[GGMLType, float], best_bits: float, bits: float) -> list[GGMLType]:
-    """Return the types below the best tier that experts use in an allocation of `bits` bits per
-    weight; empty if no type is small enough. types: maps each type to its bits per weight."""
+    """Return the types below the best tier in an allocation of `bits` bits per weight.
+
+    These are the types that experts use. Return an empty result if no type is small enough. types:
+    maps each type to its bits per weight.
+    """
     if not types or bits < min(types.values()):
         return []
     sigma = math.sqrt(2 * math.log(_UNEVENNESS))

@@ -1,7 +1,8 @@
-"""The registry of policies. A policy decides, and the native store moves the bytes.
+"""The policies. A policy decides, and the native store moves the bytes.
 
 To add a policy, write one file in this folder, import it below, and add a line to POLICIES. No
-policy imports another; shared arithmetic is in orchestrator/allocation.
+policy imports another; shared arithmetic is in orchestrator/allocation. Other packages add policies
+as orchestrator/policy/registry.py describes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from orchestrator.policy.firm import FIRM
 from orchestrator.policy.floor import Floor
 from orchestrator.policy.lru import LRU
 from orchestrator.policy.mixed import Mixed
+from orchestrator.policy.registry import Policies, settings_of
 from orchestrator.settings import Setting
 
-POLICIES: dict[str, type[Policy]] = {
-    each.name: each
-    for each in (
+# llama.cpp's own path without an expert store. Users select it like a policy.
+PLAIN = "plain"
+# Every policy by its name, with those that other packages and programs have added.
+POLICIES = Policies(
+    (
         LRU,
         DyMoE,
         DynaExq,
@@ -29,16 +33,14 @@ POLICIES: dict[str, type[Policy]] = {
         ContextAware,
         Floor,
         Mixed,
-    )
-}
-
-# llama.cpp's own path without an expert store. Users select it like a policy.
-PLAIN = "plain"
+    ),
+    reserved=[PLAIN],
+)
 PLAIN_REASON = "runs the best precision alone"
 # The policy to compare with, and the default if every expert fits the slots.
 BASELINE = LRU.name
 # The default if not every expert fits.
-DEFAULT = "dymoe" if "dymoe" in POLICIES else BASELINE
+DEFAULT = "dymoe" if "dymoe" in POLICIES.own else BASELINE
 # The setting that chooses a plan if no policy is named: the allowed quality loss, as mean KL
 # divergence from the best tier in nats per token.
 ALLOWED_LOSS = "max_loss"
@@ -60,13 +62,9 @@ def known_policies() -> tuple[str, ...]:
 
 def policy_settings() -> Mapping[str, Setting]:
     """Return every setting of every policy, by name. Policies that have the same setting share its
-    declaration."""
-    found: dict[str, Setting] = {}
-    for policy in POLICIES.values():
-        for name, declared in policy.Settings.declared().items():
-            if found.setdefault(name, declared) != declared:
-                raise TypeError(f"two policies declare the setting {name} differently")
-    return found
+    declaration.
+    """
+    return settings_of(POLICIES.values())
 
 
 def owners(name: str) -> tuple[str, ...]:

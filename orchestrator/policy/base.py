@@ -14,7 +14,7 @@ import numpy as np
 
 from gguf_tools.file.layout import MAX_TIERS
 from orchestrator.allocation.slots import FileTier, ModelShape, Rules, SlotPlan, Transition
-from orchestrator.errors import TiersError
+from orchestrator.errors import MoeEdgeError, PolicyError, TiersError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.settings import Settings
 
@@ -79,13 +79,15 @@ class Precisions:
         return offer.tiers[0]
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the lowest tier to use, below `high`. None stands for as many of the next tiers as
-        the policy works with."""
+        """Return the lowest tier to use, below `high`.
+
+        None stands for as many of the next tiers as the policy works with.
+        """
         return offer.low
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class PolicyRequirements:
     """The requirements of a policy on the runtime.
 
     asked_in: phases of the steps in which `decide` is called, once per MoE layer. In other steps
@@ -130,8 +132,9 @@ class History:
         return None
 
     def losses(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
-        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers], or
-        None if it is unknown.
+        """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
+
+        Return None if it is unknown.
 
         per_use: the loss per use with the expert's usual gate weights, in nats, if calibrate fitted
         the model; otherwise the same as without it.
@@ -139,8 +142,11 @@ class History:
         return None
 
     def estimate(self, tiers: Sequence[str]) -> KlEstimate | None:
-        """Return the estimated KL divergence of these tiers from the first of them, or None if it
-        is unknown. May raise ConfigError if the policy cannot work without the estimate."""
+        """Return the estimated KL divergence of these tiers from the first of them.
+
+        Return None if it is unknown. May raise ConfigError if the policy cannot work without the
+        estimate.
+        """
         return None
 
     def tuned(self, policy: str) -> Mapping[str, Any] | None:
@@ -165,8 +171,9 @@ class Learned:
 
 @dataclass(frozen=True)
 class Placement:
-    """The division of a budget into slots by a policy: the result of the pure function
-    `Policy.place`.
+    """The division of a budget into slots by a policy.
+
+    It is the result of the pure function `Policy.place`.
 
     slots: within the budget, or the minimum with which the policy works if the budget is too small.
     wants: the requirements of the policy with these settings and slots. losses: the loss of each
@@ -179,7 +186,7 @@ class Placement:
     settings: Any
     rules: Rules
     slots: SlotPlan
-    wants: Wants
+    wants: PolicyRequirements
     losses: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
@@ -194,13 +201,16 @@ class Placement:
 
     @property
     def spends(self) -> float | None:
-        """The loss budget of the policy in nats per token; None if the policy does not count
-        losses."""
+        """The loss budget of the policy in nats per token.
+
+        None if the policy does not count losses.
+        """
         return None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """Return the share of each expert's uses that is requested in each tier, float64 [n_layers,
-        n_expert, n_tiers]. The rest to 1 is skipped.
+        """Return the share of each expert's uses that is requested in each tier.
+
+        float64 [n_layers, n_expert, n_tiers]. The rest to 1 is skipped.
 
         uses: how often tokens of an answer use each expert, [n_layers, n_expert].
         """
@@ -209,13 +219,17 @@ class Placement:
         return mix
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return the experts to load before the first token. hotness: usage of each expert; it
-        replaces the usage with which the placement was made."""
+        """Return the experts to load before the first token.
+
+        hotness: usage of each expert; it replaces the usage with which the placement was made.
+        """
         return ()
 
     def make(self, history: History = UNKNOWN) -> Policy:
-        """Return a new policy with this placement. It starts from the usage in history if its
-        reports carry counts."""
+        """Return a new policy with this placement.
+
+        It starts from the usage in history if its reports carry counts.
+        """
         made = self.policy(self)
         hotness = history.hotness() if made.wants.counts else None
         if hotness is not None:
@@ -239,13 +253,15 @@ class About:
     Settings: type[Settings] = Settings
     reason: str = "has settings of its own"
     precisions: Precisions = Precisions()
-    wants: Wants = Wants()
+    wants: PolicyRequirements = PolicyRequirements()
 
 
 class Policy:
-    """A rule that chooses tiers, prefetches and transitions. This table is the whole contract:
+    """A rule that chooses tiers, prefetches and transitions.
 
-    | member | what it is |
+    This table is the whole contract:
+
+    | member | meaning |
     |---|---|
     | about | required: the declarations of the policy |
     | place | required: divides a budget into slots; pure |
@@ -268,11 +284,13 @@ class Policy:
     Settings: ClassVar[type[Settings]]
     reason: ClassVar[str]
     precisions: ClassVar[Precisions] = Precisions()
-    wants: Wants
+    wants: PolicyRequirements
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise TypeError for a policy that defines `decide` but declares no phase in which it is
-        called."""
+        """Raise TypeError for a policy with an inconsistent declaration.
+
+        Such a policy defines `decide` but declares no phase in which it is called.
+        """
         super().__init_subclass__(**more)
         about = cls.__dict__.get("about")
         if about is None:
@@ -291,8 +309,10 @@ class Policy:
         budget_bytes: int,
         history: History,
     ) -> Placement:
-        """Divide a budget into slots. If the budget is too small, return the minimum with which the
-        policy works, which is the placement for budget 0.
+        """Divide a budget into slots.
+
+        If the budget is too small, return the minimum with which the policy works, which is the
+        placement for budget 0.
 
         Raises PolicyError if the policy cannot work with the model's tiers and these settings, and
         whatever `History.estimate` raises.
@@ -311,8 +331,9 @@ class Policy:
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions that must finish before the first token of the run, or of an
-        answer if `wants.waits` is set.
+        """Return the transitions that must finish before the first token.
+
+        This is the first token of the run, or of an answer if `wants.waits` is set.
 
         At the start of an answer, resident and target are given as in StepReport, and the call is
         repeated each time its transitions finish. It then returns () if only transitions under way
@@ -321,16 +342,22 @@ class Policy:
         return self.placement.first()
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Write a tier for each routed expert and request prefetches. Experts without a written
-        tier get tier 0. Changes only `out`, and keeps no reference to its arguments."""
+        """Write a tier for each routed expert and request prefetches.
+
+        Experts without a written tier get tier 0. Changes only `out`, and keeps no reference to its
+        arguments.
+        """
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
         """Called after every successful step. Returns the transitions to start."""
         return ()
 
     def update_settings(self, settings: Any) -> None:
-        """Replace the live settings. Takes effect at the next step; slots stay unchanged. Raises
-        PolicyError for values that the policy cannot work with, and then changes nothing."""
+        """Replace the live settings.
+
+        Takes effect at the next step; slots stay unchanged. Raises PolicyError for values that the
+        policy cannot work with, and then changes nothing.
+        """
         self.placement = replace(self.placement, settings=settings)
         self.settings = settings
 
@@ -343,21 +370,27 @@ class Policy:
         return self.placement.text
 
     def recall(self, hotness: np.ndarray) -> None:
-        """Start from the usage that an earlier run learned (`Learned.hotness`). Called before
-        `warm`."""
+        """Start from the usage that an earlier run learned (`Learned.hotness`).
+
+        Called before `warm`.
+        """
 
     def learned(self) -> Learned:
         """Return the state to keep for the next run."""
         return Learned()
 
     def save_sequence(self, sequence: int) -> bytes | None:
-        """Return the policy's state of one sequence, to be kept with its tokens; None if it has
-        none."""
+        """Return the policy's state of one sequence, to be kept with its tokens.
+
+        Return None if it has none.
+        """
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Restore the state of a sequence from the bytes that save_sequence returned. Raises
-        PolicyError for other bytes."""
+        """Restore the state of a sequence from the bytes that save_sequence returned.
+
+        Raises PolicyError for other bytes.
+        """
 
 
 def place(
@@ -371,7 +404,8 @@ def place(
     """Return the placement of a policy. settings: None for the policy's defaults.
 
     Raises what `Policy.place` raises, and TiersError for a model with fewer tiers than the policy
-    needs.
+    needs. Any other exception of a policy that is not ours becomes a PolicyError, so that plans of
+    the other policies can be made.
     """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least
@@ -386,4 +420,13 @@ def place(
             "give --low FILE or a file packed with as many tiers",
         )
     settings = policy.Settings() if settings is None else settings
-    return policy.place(shape, settings, rules, max(0, budget_bytes), history)
+    try:
+        return policy.place(shape, settings, rules, max(0, budget_bytes), history)
+    except MoeEdgeError:
+        raise
+    except Exception as error:
+        if policy.__module__.startswith("orchestrator."):
+            raise
+        raise PolicyError(
+            f"the policy {policy.name} failed in place: {type(error).__name__}: {error}"
+        ) from error

@@ -1,5 +1,7 @@
-"""Context-aware placement: every expert is resident, in a tier that depends on its use by the
-prompt (the near-data paper, section 4)."""
+"""Context-aware placement (the near-data paper, section 4).
+
+Every expert is resident, in a tier that depends on its use by the prompt.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,18 @@ from orchestrator.policy.base import (
     Learned,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 _MAGIC = b"moe-edge use 1\n"
 
 
 class SequenceUse:
-    """Expert usage of the sequences in memory. `past` is the usage of finished sequences, float64
-    [n_layers, n_expert].
+    """Expert usage of the sequences in memory.
+
+    `past` is the usage of finished sequences, float64 [n_layers, n_expert].
 
     A prompt token counts for its own sequence. The counts of a decode step are known only for all
     its tokens together, so they are divided equally among the sequences in memory: their sum is
@@ -83,9 +86,11 @@ class SequenceUse:
     def count(
         self, step: int, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray
     ) -> None:
-        """Count the tokens of one layer in a step. ids, gates: chosen experts and their weights,
-        [T, k]. sequences: the sequence of each token, [T]. Counts of an earlier step that failed
-        are dropped."""
+        """Count the tokens of one layer in a step.
+
+        ids, gates: chosen experts and their weights, [T, k]. sequences: the sequence of each token,
+        [T]. Counts of an earlier step that failed are dropped.
+        """
         if step != self._step:
             self._step = step
             self._in_step.clear()
@@ -120,8 +125,10 @@ class SequenceUse:
         return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
-        """Replace the usage of a sequence by saved usage. Raises PolicyError for bytes that save
-        did not write for this model."""
+        """Replace the usage of a sequence by saved usage.
+
+        Raises PolicyError for bytes that save did not write for this model.
+        """
         body, none = state[len(_MAGIC) :], self._none()
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
         use = np.frombuffer(body if written else b"", "<f8")
@@ -140,7 +147,7 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 class ContextSettings(PlacementSettings, Background):
     """Settings of the policy context."""
 
-    hot_experts: int | None = again(Shared, "hot_experts")
+    hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
         "Precisions of the experts that are not hot, such as q4_k,q2_k.",
@@ -161,7 +168,7 @@ class ContextSettings(PlacementSettings, Background):
         "they do not all fit the GPU.",
         choices=(AUTO, DEVICE, HOST),
     )
-    losses: Path | None = again(Shared, "losses")
+    losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
         "Experts move during the answer (async), or before its first token, which waits (wait).",
@@ -214,7 +221,9 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
 
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
     """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
-    Raises PolicyError if near_bits is less than the smallest tier needs."""
+
+    Raises PolicyError if near_bits is less than the smallest tier needs.
+    """
     bits = near.bits
     if settings.near_bits < bits[-1]:
         raise PolicyError(
@@ -234,9 +243,11 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return slots for n_hot experts of each layer in tier 0, and for `counts` experts in the near
-    tiers. on_host: near experts are in host memory and computed by the host's threads, next to a
-    GPU."""
+    """Return slots for n_hot experts of each layer in tier 0, and for others in the near tiers.
+
+    `counts` says how many experts each near tier has. on_host: near experts are in host memory and
+    computed by the host's threads, next to a GPU.
+    """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
     if shares_slots:
@@ -276,8 +287,9 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance of each expert, float64, and its tier, uint8, both [n_layers,
-        n_expert].
+        """Return the importance and the tier of each expert, both [n_layers, n_expert].
+
+        The importance is float64, the tier uint8.
 
         counts, gates: use by the conversation. before: uses before it.
         """
@@ -316,8 +328,9 @@ class ContextPlacement(Placement):
 
 
 class ContextAware(Policy):
-    """Keep the K most important experts of each layer in tier 0 and the others in near tiers, all
-    of them resident, according to their use by the conversation.
+    """Keep the K most important experts of each layer in tier 0 and the others in near tiers.
+
+    All of them are resident. Their importance follows from their use by the conversation.
 
     In prefill, each layer adds P, the uses of each expert, and W, its routing weights. The last
     layer computes only one token of a prompt, so the predictions of the layer before, which sees
@@ -346,7 +359,9 @@ class ContextAware(Policy):
         reason="places every expert by the prompt",
         precisions=Precisions(least=2, keeps="several precisions"),
         # One layer of look-ahead predicts the last layer's experts for all prompt tokens.
-        wants=Wants((Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True),
+        wants=PolicyRequirements(
+            (Phase.PREFILL,), n_ahead=1, counts=True, states=True, all_resident=True
+        ),
     )
     settings: ContextSettings
     placement: ContextPlacement
@@ -360,8 +375,9 @@ class ContextAware(Policy):
         budget_bytes: int,
         history: History,
     ) -> ContextPlacement:
-        """Place every expert in a near tier, and K of each layer in the best tier instead: as many
-        as fit, or hot_experts.
+        """Place every expert in a near tier, and K of each layer in the best tier instead.
+
+        K is as many as fit, or hot_experts.
 
         Raises PolicyError if the model has no second tier in use, for near tiers that it lacks or
         that are too many, and for shared slots in device memory.
@@ -437,16 +453,20 @@ class ContextAware(Policy):
         return self.use.save(sequence)
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Restore a sequence's usage. Its experts are placed again after the next tokens, as after
-        a prompt."""
+        """Restore a sequence's usage.
+
+        Its experts are placed again after the next tokens, as after a prompt.
+        """
         self.use.restore(sequence, state)
         self._placed = False
 
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of every expert to its tier by the profile; before an answer, by
-        the conversation."""
+        """Return the transitions of every expert to its tier.
+
+        The tiers follow from the profile or, before an answer, from the conversation.
+        """
         if resident is None or target is None:
             wanted = self._latest = self._place()
             return every_expert_to(wanted)
@@ -476,9 +496,11 @@ class ContextAware(Policy):
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves for which slots are free now. Experts are placed
-        after the first decode step, because a prompt in several parts has prompt ends in each of
-        them."""
+        """Count the step, and return the moves for which slots are free now.
+
+        Experts are placed after the first decode step, because a prompt in several parts has prompt
+        ends in each of them.
+        """
         if report.counts is None or report.resident is None or report.target is None:
             return ()
         self.use.step_done(report)
@@ -511,9 +533,11 @@ class ContextAware(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started: placements, and moves for them; decode steps that the
-        latest placement took; hot and near experts of a layer by tier, on average; the bits of near
-        experts, nominal and as stored."""
+        """Figures since the runtime started.
+
+        placements, and moves for them; decode steps that the latest placement took; hot and near
+        experts of a layer by tier, on average; the bits of near experts, nominal and as stored.
+        """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]
         if latest is not None and placement.shares_slots:

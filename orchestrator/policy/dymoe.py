@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules, Share, divide
+from orchestrator.allocation.prompts import Prompts, gate_order
+from orchestrator.allocation.slots import (
+    COSINE,
+    FLAT,
+    SCHEDULES,
+    ModelShape,
+    Rules,
+    Share,
+    divide,
+    falling,
+    layer_groups,
+)
 from orchestrator.errors import TiersError
 from orchestrator.events import (
     SKIP,
@@ -30,8 +39,8 @@ from orchestrator.policy.base import (
     History,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
 from orchestrator.settings import setting
 
@@ -41,8 +50,9 @@ _NOISE = 1e-9
 
 
 def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -> list[int]:
-    """Return t_l, the number of critical experts, of every MoE layer: ceil(r(l) * M), eq. 5, at
-    least 1.
+    """Return t_l, the number of critical experts, of every MoE layer (eq. 5).
+
+    t_l is ceil(r(l) * M), at least 1.
 
     r(l) = (1 - lambda) * c(l) + lambda is the share of critical experts in layer l; `falling`
     returns c(l), and the cosine schedule is eq. 4. The minimum of 1 differs from the paper: with
@@ -114,8 +124,9 @@ def load_ahead(
 
 
 def union(ids: np.ndarray, t: int, n_expert: int) -> tuple[list[int], int]:
-    """Return the experts that any token is predicted to select, critical ones first, and the number
-    of critical ones.
+    """Return the experts that any token is predicted to select, critical ones first.
+
+    Also return the number of critical ones.
 
     An expert is critical if it is among the first t of some token. Both parts are ordered by the
     number of tokens, then by the best rank, then by index. ids: int32 [T, k], best first.
@@ -198,8 +209,10 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
-        """Solve the schedule for the settings. Raises TiersError if retention is below 1 and there
-        is no second tier."""
+        """Solve the schedule for the settings.
+
+        Raises TiersError if retention is below 1 and there is no second tier.
+        """
         one_precision = _one_precision(shape, rules)
         usual = 1.0 if one_precision else _USUAL_RETENTION
         retention = usual if settings.retention is None else settings.retention
@@ -245,8 +258,10 @@ class DyMoEPlacement(Placement):
 
 
 class DyMoE(Policy):
-    """In each layer and step, compute the t_l most important experts in tier 0 and the others in
-    tier 1 or not at all. Each layer has its own slots, and the next layer's experts are prefetched.
+    """Compute the t_l most important experts of each layer and step in tier 0.
+
+    The others are computed in tier 1 or not at all. Each layer has its own slots, and the next
+    layer's experts are prefetched.
 
     The importance of an expert is its gate score for a token of an answer (eq. 3), and the number
     of heavy-hitter tokens for a prompt (eq. 2). In a step of several sequences, each sequence has
@@ -265,7 +280,7 @@ class DyMoE(Policy):
         Settings=DyMoESettings,
         reason="decides token by token",
         precisions=Precisions(most=2, lossless={"retention": 1.0}),
-        wants=Wants(EVERY_STEP, importance=True),
+        wants=PolicyRequirements(EVERY_STEP, importance=True),
     )
     settings: DyMoESettings
     placement: DyMoEPlacement
@@ -392,8 +407,9 @@ class DyMoE(Policy):
     def _high(
         self, layer: int, ids: np.ndarray, weights: np.ndarray, view: StoreView
     ) -> np.ndarray:
-        """Return which experts the tokens need in the high tier, bool [n_expert]. ids, weights: [T,
-        k].
+        """Return which experts the tokens need in the high tier, bool [n_expert].
+
+        ids, weights: [T, k].
 
         By gates, these are the t_l experts with the highest gates of each token. By residency
         (lower_which "missing"), at most k - t_l experts of each token that are not resident in the

@@ -36,12 +36,12 @@ from orchestrator.policy.base import (
     About,
     History,
     Placement,
+    PolicyRequirements,
     Precisions,
     TierOffer,
-    Wants,
 )
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 HIGH, LOW = 0, 1
 # Marks an expert that is moving to another tier.
@@ -83,8 +83,10 @@ def resident_pools(shape: ModelShape, capacity: Sequence[int]) -> TierPools:
 
 
 def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
-    """Return the capacity of the smallest budget: one high expert for each slot size, limited to
-    `most`."""
+    """Return the capacity of the smallest budget.
+
+    It is one high expert for each slot size, limited to `most`.
+    """
     first = {pool.layers[0] for pool in pools_by_size(shape, HIGH)}
     return [min(most, int(layer in first)) for layer in range(shape.n_layers)]
 
@@ -92,8 +94,9 @@ def fewest_high(shape: ModelShape, most: int = 1) -> list[int]:
 def resident_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[TierPools, list[int]] | None:
-    """Return slots for every expert in one of two tiers, and the number of high experts of each
-    layer.
+    """Return slots for every expert in one of two tiers.
+
+    Also return the number of high experts of each layer.
 
     n_l = spare bytes / (high - low) in every layer, at most most_high. Returns None if not even one
     high expert of each slot size fits the budget.
@@ -110,8 +113,11 @@ def resident_plan(
 
 
 def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
-    """Return the first MAX_QUEUE swaps of each low pool, so that a slow pool leaves places to the
-    others. low_pool_of: the low pool of each layer, whose reserve slots the swaps need."""
+    """Return the first MAX_QUEUE swaps of each low pool.
+
+    The limit makes a slow pool leave places to the others. low_pool_of: the low pool of each layer,
+    whose reserve slots the swaps need.
+    """
     listed = Counter[int]()
     kept = []
     for swap in swaps:
@@ -125,8 +131,10 @@ def _shortlist(swaps: Sequence[Swap], low_pool_of: np.ndarray) -> list[Swap]:
 def cache_plan(
     shape: ModelShape, budget_bytes: int, most_high: int | None
 ) -> tuple[SlotPlan, int, list[int]]:
-    """Return slots for a part of the experts: (plan, high experts per layer, low copies of each
-    layer). If the budget is too small, these are the minimum.
+    """Return slots for a part of the experts.
+
+    The result is (plan, high experts per layer, low copies of each layer). If the budget is too
+    small, these are the minimum.
 
     Low copies of one token's experts come first. The share CACHED_HIGH of the rest is for high
     copies, of at most most_high experts per layer. If that is less than one high copy per layer,
@@ -166,13 +174,16 @@ class DynaExqSettings(Intervals):
         "How many ranks an expert may fall below the hot set before it is replaced.",
         within=(0, 65535),
     )
-    hot_experts: int | None = again(Shared, "hot_experts")
+    hot_experts: int | None = inherit(Shared, "hot_experts")
 
 
 class _TwoTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the tier above the named low tier; otherwise above the best tier in which all low
-        copies fit; otherwise the last but one."""
+        """Return the tier above the named low tier.
+
+        If none is named, return the tier above the best one in which all low copies fit; otherwise
+        the last but one.
+        """
         if len(offer.tiers) < 2:
             return offer.tiers[0]
         if offer.low is not None:
@@ -181,8 +192,11 @@ class _TwoTiers(Precisions):
         return next((high for high, low in pairs if _fit(offer, high, low)), pairs[-1][0])
 
     def low(self, offer: TierOffer, high: FileTier) -> FileTier | None:
-        """Return the named low tier; otherwise the best tier below the high one in which all low
-        copies fit; otherwise the lowest."""
+        """Return the named low tier.
+
+        If none is named, return the best tier below the high one in which all low copies fit;
+        otherwise the lowest.
+        """
         below = offer.tiers[high + 1 :]
         if offer.low is not None or not below:
             return offer.low
@@ -218,15 +232,20 @@ class DynaExqPlacement(Placement):
         return self.pools is None
 
     def fractions(self, uses: np.ndarray) -> np.ndarray:
-        """The hot set is high, and the others are low. Hot experts have more than a proportional
-        share of uses."""
+        """The hot set is high, and the others are low.
+
+        Hot experts have more than a proportional share of uses.
+        """
         rank = np.argsort(hottest_first(uses), axis=1, kind="stable")
         hot = rank < self.capacity[:, None]
         return np.stack([hot, ~hot], axis=2).astype(np.float64)
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of each expert to its tier, the n_l hottest high (the first n_l
-        without a hotness). While caching, only as many low copies as fit."""
+        """Return a transition of each expert to its tier.
+
+        The n_l hottest are high (the first n_l without a hotness). While caching, return only as
+        many low copies as fit.
+        """
         known = self.hotness if hotness is None else hotness
         if known is None:
             known = np.zeros((self.shape.n_layers, self.shape.n_expert))
@@ -259,10 +278,10 @@ class DynaExq(Learning):
     Each update computes a new score S of each expert (see `Learning`), the share of tokens that use
     it.
 
-    An expert outside the hot set replaces one inside if it is among the n_l hottest, the other one
-    is not among the n_l + rank_slack hottest, and S differs by more than hysteresis times the
-    layer's mean S. The slack is 0 by default, because it keeps an unused expert in the hot set as
-    long as the experts outside are used even less.
+    An expert outside the hot set replaces one inside under three conditions. It is among the n_l
+    hottest; the expert inside is not among the n_l + rank_slack hottest; and S differs by more than
+    hysteresis times the layer's mean S. The slack is 0 by default, because it keeps an unused
+    expert in the hot set as long as the experts outside are used even less.
 
     If the low copies alone do not fit, they are cached instead (`caching`): each layer evicts the
     least recently used copy, and tokens wait for misses. A part of the slots still holds high
@@ -279,7 +298,7 @@ class DynaExq(Learning):
         Settings=DynaExqSettings,
         reason="fills the budget with high copies",
         precisions=_TwoTiers(least=2, most=2, keeps="two precisions"),
-        wants=Wants(EVERY_STEP, default_tier=LOW, all_resident=True),
+        wants=PolicyRequirements(EVERY_STEP, default_tier=LOW, all_resident=True),
     )
     settings: DynaExqSettings
     placement: DynaExqPlacement
@@ -294,7 +313,9 @@ class DynaExq(Learning):
         history: History,
     ) -> DynaExqPlacement:
         """Place every expert low, and n_l = spare bytes / (high - low) of each layer high instead.
-        If that does not fit, return slots for a part of the experts."""
+
+        If that does not fit, return slots for a part of the experts.
+        """
         resident = resident_plan(shape, budget_bytes, settings.hot_experts)
         if resident is not None:
             pools, n_high = resident
@@ -361,8 +382,10 @@ class DynaExq(Learning):
         return moves
 
     def _update(self, hot: np.ndarray) -> None:
-        """End an interval: make the list of swaps for the new scores. hot: bool [n_layers,
-        n_expert], experts that are high or moving there."""
+        """End an interval: make the list of swaps for the new scores.
+
+        hot: bool [n_layers, n_expert], experts that are high or moving there.
+        """
         if self.caching:
             for swap in self._swaps(self._hot, np.zeros_like(self._hot)):
                 self._hot[swap.layer, swap.up] = True
@@ -378,9 +401,11 @@ class DynaExq(Learning):
         self._queue = self._swaps(hot, busy)
 
     def _swaps(self, hot: np.ndarray, busy: np.ndarray) -> list[Swap]:
-        """Return the changes of the hot sets: first into free places, then by falling gain. hot,
-        busy: bool [n_layers, n_expert], experts in the hot set after all current swaps, and experts
-        that are moving."""
+        """Return the changes of the hot sets: first into free places, then by falling gain.
+
+        hot, busy: bool [n_layers, n_expert], experts in the hot set after all current swaps, and
+        experts that are moving.
+        """
         scores, n = self._scores, self.capacity[:, None]
         settings = self.settings
         unit = np.maximum(scores.mean(axis=1, keepdims=True), np.finfo(float).tiny)
@@ -442,8 +467,10 @@ class DynaExq(Learning):
         tracker: Tracker,
         moves: list[Transition],
     ) -> bool:
-        """Continue a swap. Returns False when it is done, or given up because the store could not
-        move the expert."""
+        """Continue a swap.
+
+        Returns False when it is done, or given up because the store could not move the expert.
+        """
         tier = tiers[swap.layer, swap.moving]
         if tier == MOVING:
             return True
@@ -460,8 +487,11 @@ class DynaExq(Learning):
         return True
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started: updates of the hotness; experts promoted and demoted;
-        swaps given up and waiting; high_per_layer, the minimum and maximum of n_l."""
+        """Figures since the runtime started.
+
+        updates of the hotness; experts promoted and demoted; swaps given up and waiting;
+        high_per_layer, the minimum and maximum of n_l.
+        """
         high = [int(self.capacity.min()), int(self.capacity.max())]
         waiting = len(self._queue) + len(self._active)
         return {

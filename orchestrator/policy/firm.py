@@ -12,7 +12,7 @@ is not measured; the loss of eq. 11 replaces it:
     L = waste_weight * n_unused + miss_weight * (n_miss - n_hit)
 
 n_unused: prefetched experts that are not used. n_miss: used experts that were not expected. n_hit:
-those of n_miss that are resident, so that the difference is what is read on demand. Only the first
+those of n_miss that are resident, so that the difference is read on demand. Only the first
 n matrices of an expert are prefetched. Each of them counts as 1/n, separately. The other matrices
 are read on demand whatever K and P are, and do not count.
 """
@@ -29,8 +29,8 @@ import numpy as np
 
 from gguf_tools.file.layout import COMPUTE_ORDER
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.prompts import Prompts
+from orchestrator.allocation.slots import ModelShape, Rules, even_slots, layer_groups
 from orchestrator.errors import ConfigError, PolicyError, SettingError
 from orchestrator.events import DecisionBuffer, Phase, RouteEvent, StepReport, StoreView
 from orchestrator.policy.base import (
@@ -40,8 +40,8 @@ from orchestrator.policy.base import (
     Learned,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
 from orchestrator.settings import setting
 
@@ -123,16 +123,21 @@ def group_of(n_layers: int) -> list[int]:
 
 
 def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
-    """Return the absent matrices as (bit mask of experts, number of matrices) pairs; matrices with
-    the same absent experts share a pair. missing: bits of absent matrices by expert. kinds: the
-    bits of the prefetched matrices."""
+    """Return the absent matrices as (bit mask of experts, number of matrices) pairs.
+
+    Matrices with the same absent experts share a pair. missing: bits of absent matrices by expert.
+    kinds: the bits of the prefetched matrices.
+    """
     sets = (mask_of(e for e, bits in missing.items() if bits & kind) for kind in kinds)
     return tuple(Counter(sets).items())
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return (n_unused, n_miss - n_hit) of eq. 11 in matrices. expected, used: bit masks of
-    experts. Resident matrices count in neither, because they are not read."""
+    """Return (n_unused, n_miss - n_hit) of eq. 11 in matrices.
+
+    expected, used: bit masks of experts. Resident matrices count in neither, because they are not
+    read.
+    """
     unused = missed = 0
     for gone, n in absent:
         unused += n * (expected & gone & ~used).bit_count()
@@ -141,8 +146,10 @@ def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, in
 
 
 def least(means: Sequence[Sequence[float]], pairs: Iterable[Votes]) -> Votes:
-    """Return the (K, P) with the least loss among pairs; ties go to fewer layers, then fewer
-    candidates. means: [P - 1][K - 1]."""
+    """Return the (K, P) with the least loss among pairs.
+
+    Ties go to fewer layers, then fewer candidates. means: [P - 1][K - 1].
+    """
     return min(pairs, key=lambda pair: (means[pair[1] - 1][pair[0] - 1], pair[1], pair[0]))
 
 
@@ -154,8 +161,10 @@ class Weights(NamedTuple):
     matrices: int
 
     def mean(self, counts: np.ndarray, n: int) -> Any:
-        """Return the mean loss of eq. 11 for sums [..., 2] over n results of unused_and_missed; 0
-        if n is 0."""
+        """Return the mean loss of eq. 11 for sums [..., 2] over n results of unused_and_missed.
+
+        Return 0 if n is 0.
+        """
         lost = self.waste * counts[..., 0] + self.miss * counts[..., 1]
         return (lost / self.matrices / max(1, n)).tolist()
 
@@ -170,7 +179,7 @@ class Climb:
     successive intervals, whose noise is larger than the difference between neighbours. After
     `patience` updates without a step the search reverses its direction, and after two reversals it
     changes the axis, so it explores the plane in both directions. In the paper's form, K or P only
-    grows while the other one falls. A step outside 1 .. k or 1 .. depth is a reversal.
+    grows while the other falls. A step outside 1 .. k or 1 .. depth is a reversal.
 
     seen: the pairs that the search visited or compared; the final step chooses among them.
     """
@@ -190,8 +199,10 @@ class Climb:
         self.seen.add(self.at)
 
     def update(self, means: Sequence[Sequence[float]]) -> None:
-        """End an interval and move if the neighbour is better. means: mean losses since the start,
-        [P - 1][K - 1]."""
+        """End an interval and move if the neighbour is better.
+
+        means: mean losses since the start, [P - 1][K - 1].
+        """
         ahead = self._ahead()
         for _ in range(3):  # try the other three directions at a border
             if ahead is None:
@@ -246,8 +257,11 @@ class Tuner:
         patience: int,
         tokens: int,
     ) -> None:
-        """groups: result of group_of. start: the maximum of candidates and layers, used at first.
-        steps: tokens between two updates. tokens: tokens until the best pair is fixed."""
+        """groups: result of group_of.
+
+        start: the maximum of candidates and layers, used at first. steps: tokens between two
+        updates. tokens: tokens until the best pair is fixed.
+        """
         self.way = way
         self.groups = groups
         self.chosen = [start] * len(GROUPS)
@@ -273,8 +287,10 @@ class Tuner:
 
     @property
     def counts(self) -> bool:
-        """Whether predictions of this token are compared with its use. Only one token in `every` is
-        counted, to keep decisions short."""
+        """Whether predictions of this token are compared with its use.
+
+        Only one token in `every` is counted, to keep decisions short.
+        """
         return self.tokens % self.every == 0
 
     def count(
@@ -338,8 +354,10 @@ _VOTING = ("prefetch", "agree", "votes", "tune", "n_ahead")
 
 
 def read_votes(text: str) -> list[Votes]:
-    """Return (K, P) of each group from text such as "4,1", for all groups, or "4,1/8,3/8,3". Raises
-    ValueError."""
+    """Return (K, P) of each group from text such as "4,1", for all groups, or "4,1/8,3/8,3".
+
+    Raises ValueError.
+    """
     pairs = [tuple(int(part) for part in pair.split(",")) for pair in text.split("/")]
     if len(pairs) not in (1, len(GROUPS)) or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
         raise ValueError(text)
@@ -431,13 +449,15 @@ class FIRMSettings(LookAhead):
             refuse(deepest > most[1], "votes", complaint)
             complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
-            complaint = f"is {self.tune}, and votes says what would be tuned: leave one out"
+            complaint = f"is {self.tune}, and votes sets the tuned values: leave one out"
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
     def deepest(self) -> int | None:
-        """The maximum number of voting layers; None if it is tuned. Raises ValueError for votes
-        that cannot be parsed."""
+        """The maximum number of voting layers; None if it is tuned.
+
+        Raises ValueError for votes that cannot be parsed.
+        """
         return None if self.votes is None else max(p for _, p in read_votes(self.votes))
 
     @property
@@ -445,14 +465,20 @@ class FIRMSettings(LookAhead):
         """The method that finds K and P."""
         return self.tune or (ALL if self.votes is None else OFF)
 
-    @property
-    def default_ahead(self) -> int:
-        """The number of voting layers, or the paper's number if it is tuned."""
-        return self.deepest or depth_of(self.agree, 3)
+    def with_usual(self) -> FIRMSettings:
+        """Return the settings with n_ahead set, if it was None, to the number of voting layers, or
+        to the paper's number if it is tuned.
+        """
+        if self.n_ahead is not None:
+            return self
+        return replace(self, n_ahead=self.deepest or depth_of(self.agree, 3))
 
     def limited(self, depth: int, asked: Collection[str]) -> FIRMSettings:
-        """Limit the look-ahead to `depth` layers. Raises ConfigError if votes in `asked` need more
-        layers; recorded votes that need more are dropped, because they had no effect."""
+        """Limit the look-ahead to `depth` layers.
+
+        Raises ConfigError if votes in `asked` need more layers; recorded votes that need more are
+        dropped, because they had no effect.
+        """
         if self.deepest is None or self.deepest <= depth:
             return super().limited(depth, asked)
         if "votes" in asked:
@@ -464,8 +490,11 @@ class FIRMSettings(LookAhead):
 
     @classmethod
     def changed(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> FIRMSettings:
-        """Apply changes to recorded settings. If a change concerns the voting, only the voting
-        method is kept from the recorded voting settings."""
+        """Apply changes to recorded settings.
+
+        If a change concerns the voting, only the voting method is kept from the recorded voting
+        settings.
+        """
         if any(changes.get(name, recorded.get(name)) != recorded.get(name) for name in _VOTING):
             recorded = {k: v for k, v in recorded.items() if k not in _VOTING[2:]}
         return cls.of({**recorded, **changes})
@@ -539,7 +568,7 @@ class FIRM(Policy):
         Settings=FIRMSettings,
         reason="runs one precision",
         precisions=Precisions(most=1),
-        wants=Wants(EVERY_STEP),
+        wants=PolicyRequirements(EVERY_STEP),
     )
     settings: FIRMSettings
     placement: FIRMPlacement
@@ -553,8 +582,10 @@ class FIRM(Policy):
         budget_bytes: int,
         history: History,
     ) -> FIRMPlacement:
-        """Give each layer the same number of slots, in one slot group per (layer, kind). Raises
-        PolicyError if votes have more candidates than the model's routers choose."""
+        """Give each layer the same number of slots, in one slot group per (layer, kind).
+
+        Raises PolicyError if votes have more candidates than the model's routers choose.
+        """
         settings = settings.with_usual()
         most = max(k for k, _ in read_votes(settings.votes or "1,1"))
         if most > shape.n_expert_used:
@@ -664,9 +695,11 @@ class FIRM(Policy):
             self._expected = (layer, expected, {each: missing[each] for each in predicted})
 
     def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
-        """Compare the expected experts of a layer with those that one token uses. Predicted experts
-        count as they were when predicted, because they may have been prefetched since; other
-        experts count as they are now."""
+        """Compare the expected experts of a layer with those that one token uses.
+
+        Predicted experts count as they were when predicted, because they may have been prefetched
+        since; other experts count as they are now.
+        """
         self._ahead.score.observe(layer, used)
         (expected_layer, expected, missing), every = self._expected, self._every
         self._every = []
@@ -687,8 +720,9 @@ class FIRM(Policy):
         return ()
 
     def report(self) -> Mapping[str, Any]:
-        """Return the report of Prefetching for counted tokens, with recall (eq. 7) and precision
-        (eq. 8), and further figures.
+        """Return the report of Prefetching for counted tokens, and further figures.
+
+        The report has recall (eq. 7) and precision (eq. 8).
 
         size: the mean of |S| by layer, without which recall and precision mean little. By group of
         layers: votes, [K, P]; loss, the mean of eq. 11. tuned: whether the votes are fixed.
@@ -708,8 +742,10 @@ class FIRM(Policy):
 
 
 def look_ahead(settings: FIRMSettings, rules: Rules) -> int:
-    """Return how many layers ahead experts are predicted: 0 with exact rules, because results must
-    not depend on residency."""
+    """Return how many layers ahead experts are predicted.
+
+    Return 0 with exact rules, because results must not depend on residency.
+    """
     return (settings.n_ahead or 0) if settings.prefetch != OFF and not rules.exact else 0
 
 
@@ -725,8 +761,9 @@ def recalled(
     shape: ModelShape,
     rules: Rules,
 ) -> FIRMSettings:
-    """Return the settings with the votes that an earlier run tuned, and no more look-ahead than
-    they need.
+    """Return the settings with the votes that an earlier run tuned.
+
+    They have no more look-ahead than the votes need.
 
     Only if this run would tune for the same conditions: the same settings of _TUNED_FOR and about
     as many slots. Otherwise the settings are returned unchanged.

@@ -1,5 +1,4 @@
-"""A policy with a loss budget, spent on missing experts to save as much reading as possible
-(ours)."""
+"""A policy with a loss budget, spent on missing experts to read as little as possible (ours)."""
 
 from __future__ import annotations
 
@@ -11,12 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.allocation.critical import COSINE, FLAT, SCHEDULES, falling, gate_order
 from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.allocation.look_ahead import OFF, LookAhead, Prefetching
-from orchestrator.allocation.prompts import Prompts, even_slots, layer_groups
+from orchestrator.allocation.prompts import Prompts, gate_order
 from orchestrator.allocation.settings import USUAL_RATE, Background, Shared
-from orchestrator.allocation.slots import ModelShape, Rules
+from orchestrator.allocation.slots import (
+    COSINE,
+    FLAT,
+    SCHEDULES,
+    ModelShape,
+    Rules,
+    even_slots,
+    falling,
+    layer_groups,
+)
 from orchestrator.errors import PolicyError
 from orchestrator.events import (
     ABSENT,
@@ -33,10 +40,10 @@ from orchestrator.policy.base import (
     History,
     Placement,
     Policy,
+    PolicyRequirements,
     Precisions,
-    Wants,
 )
-from orchestrator.settings import PRECISION, again, setting
+from orchestrator.settings import PRECISION, inherit, setting
 
 # One way to save reading, by lowering or skipping an expert: (nats per saved byte, expert, tier,
 # nats, instead_of). nats: the cost at a gate weight of 1. instead_of: the tier to which the expert
@@ -46,8 +53,10 @@ Way = tuple[float, int, int, float, int | None]
 
 
 class Account:
-    """The loss budget of one sequence in nats: left, the rest of earlier tokens; spent, by the
-    current token."""
+    """The loss budget of one sequence in nats.
+
+    left: the rest of earlier tokens. spent: by the current token.
+    """
 
     __slots__ = ("left", "spent")
 
@@ -73,20 +82,26 @@ class LayerCosts:
 
     @property
     def dearest(self) -> float:
-        """An upper bound of the cost per saved byte, in nats. A higher price has no further
-        effect."""
+        """An upper bound of the cost per saved byte, in nats.
+
+        A higher price has no further effect.
+        """
         saved = (self.high_bytes, self.low_bytes, self.present_bytes)
         return max(self.skip) / min(each for each in saved if each)
 
     @property
     def least_present(self) -> float:
-        """The minimum cost of skipping a resident expert at a gate weight of 1, in nats per byte;
-        infinite if that saves nothing."""
+        """The minimum cost of skipping a resident expert at a gate weight of 1, in nats per byte.
+
+        Infinite if skipping saves nothing.
+        """
         return min(self.skip) / self.present_bytes if self.present_bytes else math.inf
 
     def ways(self, expert: int, square: float, resident: int) -> Sequence[Way]:
-        """Return the possible ways to lower an expert. square: the sum of its squared gate weights
-        over the tokens that need it. resident: its tier in memory, or ABSENT.
+        """Return the possible ways to lower an expert.
+
+        square: the sum of its squared gate weights over the tokens that need it. resident: its tier
+        in memory, or ABSENT.
 
         A resident low copy replaces the high one. An absent expert is skipped; or, if that costs
         less per byte, read in the low tier and optionally skipped as a second step. An expert that
@@ -109,8 +124,11 @@ class LayerCosts:
 
 
 def layer_costs(shape: ModelShape, estimate: KlEstimate, present: float) -> list[LayerCosts]:
-    """Return the costs of each layer. present: the saving of skipping a resident expert, as a share
-    of the saving of skipping a missing one."""
+    """Return the costs of each layer.
+
+    present: the saving of skipping a resident expert, as a share of the saving of skipping a
+    missing one.
+    """
     found = []
     for layer, nats in enumerate(estimate.nats):
         n_bytes = [shape.expert_slot_bytes(layer, tier) for tier in range(len(shape.tiers))]
@@ -148,9 +166,11 @@ def spend_all(
     price: float,
     allowed: float,
 ) -> dict[int, int]:
-    """Choose ways as spend does, for several tokens. Every token that needs an expert must
-    have enough left. claims: by expert, the account and squared gate weight of each token
-    that needs it."""
+    """Choose ways as spend does, for several tokens.
+
+    Every token that needs an expert must have enough left. claims: by expert, the account and
+    squared gate weight of each token that needs it.
+    """
     lowered: dict[int, int] = {}
     ways.sort()
     for nats_per_byte, expert, tier, nats, instead_of in ways:
@@ -173,8 +193,10 @@ _BURST_EXPERTS = 8
 
 
 class ReadBehind:
-    """Reads the high copies of experts that were lowered twice within a few steps, at a limited
-    rate."""
+    """Reads the high copies of experts that were lowered twice within a few steps.
+
+    The rate of reads is limited.
+    """
 
     def __init__(self, shape: ModelShape, rate: int) -> None:
         """rate: bytes per second, 0 for no limit."""
@@ -192,8 +214,10 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Request the experts remembered from the previous layer, within the rate, and remember
-        those of this layer. The store accepts no prefetch for the layer that is being computed.
+        """Request the experts remembered from the previous layer, within the rate.
+
+        Then remember those of this layer. The store accepts no prefetch for the layer that is being
+        computed.
 
         lowered: experts lowered in this layer. resident: best tier in memory of the layer's
         experts, or ABSENT.
@@ -272,8 +296,8 @@ class FloorSettings(LookAhead):
         "Read an expert afterwards if it was skipped or lowered twice within a few tokens, so that "
         "it is resident at its next use.",
     )
-    transition_rate: int | None = again(Background, "transition_rate")
-    losses: Path | None = again(Shared, "losses")
+    transition_rate: int | None = inherit(Background, "transition_rate")
+    losses: Path | None = inherit(Shared, "losses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,12 +351,12 @@ class Floor(Policy):
         name="floor",
         summary=(
             "The user sets the allowed quality loss. Missing experts are skipped or computed in "
-            "the low tier where that saves the most reading; resident experts are skipped last."
+            "the low tier if that saves the most reading; resident experts are skipped last."
         ),
         Settings=FloorSettings,
         reason="decides by the loss that is allowed",
         precisions=Precisions(most=2, skips=True, lossless={"max_loss": 0.0}),
-        wants=Wants(EVERY_STEP, by_residency=True),
+        wants=PolicyRequirements(EVERY_STEP, by_residency=True),
     )
     settings: FloorSettings
     placement: FloorPlacement
@@ -346,9 +370,11 @@ class Floor(Policy):
         budget_bytes: int,
         history: History,
     ) -> FloorPlacement:
-        """Give each layer the same number of slots, in one group per (layer, kind, tier). Low
-        copies get the share low_share of the budget, as long as one high copy per layer fits beside
-        them."""
+        """Give each layer the same number of slots, in one group per (layer, kind, tier).
+
+        Low copies get the share low_share of the budget, as long as one high copy per layer fits
+        next to them.
+        """
         settings = settings.with_usual()
         low_bytes, low_counts = 0, [0] * shape.n_layers
         if len(shape.tiers) > 1:
@@ -415,8 +441,10 @@ class Floor(Policy):
             self._divide_by_depth()
 
     def _divide_by_depth(self) -> None:
-        """Divide the budget by depth, and reset the price to one that would spend it if all ways to
-        save had the same cost."""
+        """Divide the budget by depth, and reset the price.
+
+        The new price would spend the budget if all ways to save had the same cost.
+        """
         budget, shape = self.allowed, self.shape
         # A layer's part of the budget is proportional to the share of experts that may be lowered.
         schedule = self.settings.loss_schedule
@@ -515,16 +543,20 @@ class Floor(Policy):
         return spend_all(ways, claims, self._price, self._allowed[layer])
 
     def _accounts_of(self, event: RouteEvent) -> list[Account]:
-        """Return the accounts of an event's tokens. The last layer computes only some tokens of a
-        step."""
+        """Return the accounts of an event's tokens.
+
+        The last layer computes only some tokens of a step.
+        """
         if len(self._running) == event.n_tokens:
             return self._running
         return [self._accounts[each] for each in event.sequences_array.tolist()]
 
     def _ask(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Prefetch predicted experts of the next layer: resident ones, to keep them, and
-        missing ones whose skipping costs more than the price or than the budget left after
-        cheaper skips."""
+        """Prefetch predicted experts of the next layer.
+
+        Resident ones are prefetched to keep them. Missing ones are prefetched if skipping them
+        costs more than the price, or more than the budget left after cheaper skips.
+        """
         layer, keep_top = event.layer + 1, self._keep_top
         resident, costs = view.resident[layer], self._costs[layer]
         ids, scores = event.ahead_ids[0].tolist(), event.ahead_scores[0].tolist()
@@ -546,8 +578,10 @@ class Floor(Policy):
         self._ahead.score.expect(layer, asked)
 
     def _ask_all(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Prefetch as _ask does, for several tokens: with the cost of an expert for all tokens, and
-        for each."""
+        """Prefetch as _ask does, for several tokens.
+
+        Both the cost of an expert for all tokens and its cost for each token count.
+        """
         layer = event.layer + 1
         resident, costs = view.resident[layer], self._costs[layer]
         rows, scores = event.ahead_ids_array[0].tolist(), event.ahead_array[0]
@@ -571,9 +605,12 @@ class Floor(Policy):
         out.prefetch_all(layer, [expert for expert in wanted if expert not in skipped], 0)
 
     def on_step(self, report: StepReport) -> tuple[()]:
-        """Settle a decode step: sequences keep the unspent loss, up to the budget of a few tokens,
-        and the price is adjusted. If a report says that the texts are unusual, half of max_loss is
-        spent from then on."""
+        """Settle a decode step.
+
+        Sequences keep the unspent loss, up to the budget of a few tokens, and the price is
+        adjusted. If a report says that the texts are unusual, half of max_loss is spent from then
+        on.
+        """
         if report.unusual is not None:
             self._spend_share(0.5 if report.unusual else 1.0)
         for sequence in (*report.ends, *report.starts):

@@ -1,5 +1,7 @@
-"""Base class of policies that place experts by their recent usage and change tiers in the
-background."""
+"""Base class of policies that place experts by their recent usage.
+
+Such policies change tiers in the background.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from orchestrator.allocation.settings import USUAL_RATE, Background
 from orchestrator.events import Phase, StepReport
-from orchestrator.policy.base import Learned, Policy, Wants
+from orchestrator.policy.base import Learned, Policy, PolicyRequirements
 from orchestrator.settings import setting
 
 # Maximum number of exchanges that wait for a slot between two updates; each update makes a new
@@ -44,7 +46,7 @@ class Intervals(Background):
     )
 
 
-def wants_to_learn(wants: Wants, settings: Intervals) -> Wants:
+def wants_to_learn(wants: PolicyRequirements, settings: Intervals) -> PolicyRequirements:
     """Return wants extended by the requirements of a policy that learns from intervals."""
     rate = USUAL_RATE if settings.transition_rate is None else settings.transition_rate
     return replace(wants, counts=True, states=True, transition_rate=rate, learns=True)
@@ -87,9 +89,9 @@ class Learning(Policy):
 
     def _choose_reports(self) -> None:
         """Request the arrays of reports only in the phases in which the policy needs them."""
-        told = tuple(phase for phase in Phase if self._wants_report(phase))
-        if told != self.wants.told_in:
-            self.wants = replace(self.wants, told_in=told)
+        phases = tuple(phase for phase in Phase if self._wants_report(phase))
+        if phases != self.wants.told_in:
+            self.wants = replace(self.wants, told_in=phases)
 
     def _wants_report(self, phase: Phase) -> bool:
         """Whether the next step needs a full report: experts move, or the interval may end."""

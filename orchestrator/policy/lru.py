@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.allocation.slots import ModelShape, Rules, Share, SlotGroup, SlotPlan, divide
-from orchestrator.policy.base import About, History, Placement, Policy, Precisions, Wants
+from orchestrator.policy.base import (
+    About,
+    History,
+    Placement,
+    Policy,
+    PolicyRequirements,
+    Precisions,
+)
 
 
 class LRU(Policy):
@@ -25,7 +32,7 @@ class LRU(Policy):
         # Idle reads prepare for the next prompt, which needs nearly all experts. If they loaded
         # single experts of every layer, the prompt's first layers would evict what later layers
         # need.
-        wants=Wants(whole_layers=True),
+        wants=PolicyRequirements(whole_layers=True),
     )
 
     @classmethod

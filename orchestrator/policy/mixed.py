@@ -32,12 +32,12 @@ from orchestrator.policy.base import (
     About,
     History,
     Placement,
+    PolicyRequirements,
     Precisions,
     TierOffer,
-    Wants,
 )
 from orchestrator.policy.learning import MAX_QUEUE, Intervals, Learning, wants_to_learn
-from orchestrator.settings import again
+from orchestrator.settings import inherit
 
 
 def exchanges(
@@ -95,8 +95,9 @@ def moves(
     target: np.ndarray,
     losses: np.ndarray,
 ) -> list[Transition]:
-    """Return the moves towards the wanted tiers for which slots are free now (see
-    TierPools.moves_to).
+    """Return the moves towards the wanted tiers for which slots are free now.
+
+    See TierPools.moves_to.
 
     losses: w L, float64 [n_layers, n_expert, n_tiers]. Only the lowest tier has reserve slots. If
     nothing is moving and no move finds a slot, experts that should fall move to the lowest tier
@@ -115,7 +116,7 @@ def moves(
 
 
 # This share of a layer's usage is distributed uniformly, so that rarely used experts count too.
-ALIKE = 0.05
+UNIFORM_SHARE = 0.05
 # A share of the budget that counts as negligible.
 SMALL = 0.001
 # Number of experts per reserve slot.
@@ -129,13 +130,16 @@ LOOK_US = 4000.0
 class MixedSettings(Intervals):
     """Settings of the policy mixed."""
 
-    losses: Path | None = again(Shared, "losses")
+    losses: Path | None = inherit(Shared, "losses")
 
 
 class _AnyTiers(Precisions):
     def high(self, offer: TierOffer) -> FileTier:
-        """Return the tier above the best one in which all experts fit. A better tier is used if its
-        single slot, which the store requires, takes a negligible part of the budget."""
+        """Return the tier above the best one in which all experts fit.
+
+        A better tier is used if its single slot, which the store requires, takes a negligible part
+        of the budget.
+        """
         tiers = offer.tiers
         fits = next((each for each in tiers if offer.fits_whole(each)), tiers[-1])
         above = tiers[max(0, fits - 1)]
@@ -175,8 +179,9 @@ class MixedPlacement(Placement):
 
 
 class Mixed(Learning):
-    """Assign a tier to every expert so that the sum of w L is minimal under the budget (see
-    `Hull`).
+    """Assign a tier to every expert so that the sum of w L is minimal under the budget.
+
+    See `Hull`.
 
     L is the loss per use of the expert in a tier: in nats if calibrate fitted the model, so that
     layers are comparable; otherwise its mean squared error, or nominal losses. w is the share of
@@ -202,7 +207,7 @@ class Mixed(Learning):
         Settings=MixedSettings,
         reason="fills the budget with the best precisions",
         precisions=_AnyTiers(least=2, keeps="several precisions"),
-        wants=Wants(all_resident=True),
+        wants=PolicyRequirements(all_resident=True),
     )
     settings: MixedSettings
     placement: MixedPlacement
@@ -250,7 +255,7 @@ class Mixed(Learning):
 
     @property
     def weighted(self) -> np.ndarray:
-        """w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
+        """The products w L of each expert in each tier, float64 [n_layers, n_expert, n_tiers]."""
         of = self._weighted
         if of is None or of[0] is not self._scores:
             found = weighted(self.shape, self._scores, self.placement.losses)
@@ -258,8 +263,10 @@ class Mixed(Learning):
         return of[1]
 
     def _wants_report(self, phase: Phase) -> bool:
-        """Whether the next step needs a full report. Transitions of fast steps are checked only
-        once per LOOK_US."""
+        """Whether the next step needs a full report.
+
+        Transitions of fast steps are checked only once per LOOK_US.
+        """
         looks = not self._at_rest and self._unseen_us >= LOOK_US
         return looks or self._may_end_interval(phase)
 
@@ -290,8 +297,10 @@ class Mixed(Learning):
         return found
 
     def _exchange(self, free: np.ndarray) -> None:
-        """Exchange the wanted tiers of pairs of experts. free: experts that are in their wanted
-        tier, bool [n_layers, n_expert]."""
+        """Exchange the wanted tiers of pairs of experts.
+
+        free: experts that are in their wanted tier, bool [n_layers, n_expert].
+        """
         pool_of = np.full((self.shape.n_layers, len(self.shape.tiers)), -1)
         pool_of[:, self._used] = self._pools.pool_of[:, self._used]
         pairs = exchanges(self.weighted, self._wanted, pool_of, free, self.settings.hysteresis)
@@ -301,9 +310,11 @@ class Mixed(Learning):
         self._exchanged += len(pairs[:MAX_QUEUE])
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started: updates of the hotness, exchanges of two experts,
-        moves for them; experts in each tier; the loss of the plan as a share of the loss with every
-        expert in the lowest tier."""
+        """Figures since the runtime started.
+
+        updates of the hotness, exchanges of two experts, moves for them; experts in each tier; the
+        loss of the plan as a share of the loss with every expert in the lowest tier.
+        """
         losses = self.weighted
         least = float(losses[..., -1].sum())
         return {
@@ -316,8 +327,11 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return the slots for an allocation. A tier without experts shares the slots of the next
-    better tier that has some, if slots can be shared."""
+    """Return the slots for an allocation.
+
+    A tier without experts shares the slots of the next better tier that has some, if slots can be
+    shared.
+    """
     places: list[Places] = []
     last = len(shape.tiers) - 1
     moves = bool(settings.update_steps if settings.update_ms is None else settings.update_ms)
@@ -345,17 +359,21 @@ def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -
 
 
 def weights(scores: np.ndarray) -> np.ndarray:
-    """Return w, the share of each expert in its layer's use, float64 [n_layers, n_expert]; rows sum
-    to 1.
+    """Return w, the share of each expert in its layer's use, float64 [n_layers, n_expert].
 
-    scores: S. The share ALIKE is distributed uniformly. A layer without counts has uniform usage.
+    Rows sum to 1.
+
+    scores: S. The share UNIFORM_SHARE is distributed uniformly. A layer without counts has uniform
+    usage.
     """
-    found: np.ndarray = (1 - ALIKE) * shares(scores) + ALIKE / scores.shape[1]
+    found: np.ndarray = (1 - UNIFORM_SHARE) * shares(scores) + UNIFORM_SHARE / scores.shape[1]
     return found
 
 
 def nominal(shape: ModelShape) -> np.ndarray:
-    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, n_tiers]. Each
-    bit more divides the mean squared error by four, for all experts equally."""
+    """Return losses that replace a missing loss table, float64 [n_layers, n_expert, n_tiers].
+
+    Each bit more divides the mean squared error by four, for all experts equally.
+    """
     bits = shape.bits or tuple(map(nominal_bits, shape.tiers))
     return nominal_losses(bits, shape.n_layers, shape.n_expert)

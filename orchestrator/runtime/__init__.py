@@ -1,4 +1,4 @@
-"""The runtime: loads a planned model, answers requests with it, and lends it to what measures.
+"""The runtime: loads a planned model, answers requests with it, and lends it to evaluators.
 
-It may import every room but chat, serve, lab and cli.
+It may import every package except chat, serve, lab and cli.
 """

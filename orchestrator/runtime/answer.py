@@ -1,4 +1,4 @@
-"""One answer of the runtime: what has come of it, how to end it, and what it cost."""
+"""One answer of the runtime: its parts so far, its cost, and how to end it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _EVENT, _EVENT_END, _LAST = b"data: ", b"\n\n", b"[DONE]"
 
 
 class Pace:
-    """Decides when a reader of an answer should look for more, so that fast tokens are read
-    together."""
+    """Decides when a reader of an answer should look for more.
+
+    It waits long enough that fast tokens are read together.
+    """
 
     def __init__(self, now_s: Callable[[], float] = monotonic) -> None:
         """now_s: the clock."""
@@ -73,12 +75,14 @@ class Answer:
         changed: Callable[[], str],
         too_long: str,
     ) -> None:
-        """answer: runs the request to its end on the answer's thread. Its arguments are the answer
-        and a file descriptor, to which it writes when something has come. costs: returns the costs
-        until now. failure: returns why the last step failed. tokens_done: returns the computed
-        tokens of the running step. stop_of: returns, after the end, the cause of it ("end", "word"
-        or "limit") and whether the context was full. changed: returns a sentence if a model file
-        was written to, else "". too_long: ends the sentence about a prompt that does not fit.
+        """answer: runs the request to its end on the answer's thread.
+
+        Its arguments are the answer and a file descriptor, to which it writes when something has
+        come. costs: returns the costs until now. failure: returns why the last step failed.
+        tokens_done: returns the computed tokens of the running step. stop_of: returns, after the
+        end, the cause of it ("end", "word" or "limit") and whether the context was full. changed:
+        returns a sentence if a model file was written to, else "". too_long: ends the sentence
+        about a prompt that does not fit.
 
         Raises OSError if no file descriptors or threads are left; the request is closed then.
         """
@@ -152,7 +156,7 @@ class Answer:
         return self._from
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what has come since the last call, and whether that was all.
+        """Return the parts since the last call, and whether the answer is complete.
 
         A stream comes as whole events; any other answer comes as one part.
         """
@@ -185,6 +189,10 @@ class Answer:
         readable, _, _ = select.select([self._from], [], [], timeout_s)
         return bool(readable)
 
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the work has ended, read or not; False if it has not within timeout_s."""
+        return self._ended.wait(timeout_s)
+
     def failure(self) -> str | None:
         """Return why a step failed, in a sentence; None if the reason is not known."""
         return self._failure()
@@ -204,12 +212,7 @@ class Answer:
         ChangedError if a model file was written to, because the answer is wrong then.
         """
         pace = Pace()
-        is_all = False
-        while not is_all:
-            if pace.rests:
-                self._ended.wait(REST_S)
-            elif not self._ended.is_set():
-                self.wait()
+        while True:
             text, is_all = self.take()
             if sentence := self._changed():
                 raise ChangedError(sentence)
@@ -218,6 +221,12 @@ class Answer:
             else:
                 pace.nothing()
             yield from self._events(text)
+            if is_all:
+                break
+            if pace.rests:
+                self._ended.wait(REST_S)
+            elif not text:  # only a take that found nothing asks for a signal
+                self.wait()
         if self.error is not None:
             raise self.error
 
@@ -255,7 +264,7 @@ class Answer:
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return what an answer cost that was read to its end or cancelled.
 
-        mode and policy: what runs, and what the policy reports of itself.
+        mode and policy: the status line, and the policy's report.
         """
         times_ms = [each / 1000 for each in self._request.token_times()]
         gaps_ms = [later - earlier for earlier, later in pairwise(times_ms)]

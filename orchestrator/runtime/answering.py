@@ -12,6 +12,7 @@ from orchestrator.errors import NativeError
 from orchestrator.native import ServerLibrary
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.footprint import PROMPT_MARKS
+from orchestrator.plan.records import Needs, PlanRequest
 
 # Memory of the server core for each answer that decodes at the same time. Measured with eight
 # clients: 0.13 MiB for each.
@@ -53,18 +54,22 @@ class Answering:
     threads: str = ""
     reads_ahead: bool = True
 
-    def config(self, config: Config) -> Config:
-        """Return a model's config with the memory and the sequences that the answers need."""
+    def request(self, config: Config) -> PlanRequest:
+        """Return the request for a model's plan, with a context for all answers and the memory that
+        they need.
+        """
         each = ANSWER_BYTES + AHEAD_COPIES * AHEAD_BYTES
         of_vocabulary = CANDIDATE_BYTES * (self.parallel + 1)
-        return config.with_changes(
-            ctx=config.ctx and config.ctx * self.parallel,
+        needs = Needs(
             sequences=self.parallel - 1,
+            conversations=True,
             scored=self.scored,
             beside=self.front_bytes + each * self.parallel,
             beside_token=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
-            conversations=True,
         )
+        if config.ctx:
+            config = config.with_changes(ctx=config.ctx * self.parallel)
+        return PlanRequest(config, needs)
 
 
 def kept_prompts(n_bytes: int, part: int, parallel: int) -> tuple[int, int]:

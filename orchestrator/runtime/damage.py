@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 Place = tuple[int, int]
 
 
-class _Told(NamedTuple):
+class _Listed(NamedTuple):
     """A tensor and the checksums of its slices. A file that `pack` did not write has none."""
 
     file: int
@@ -46,13 +46,13 @@ class Checksums:
     def __init__(self, model: ExpertModel) -> None:
         """Raise MetadataError for checksums that do not fit the tensors."""
         self.headers: list[tuple[GGUFFile, int]] = []
-        self.tensors: list[_Told] = []
+        self.tensors: list[_Listed] = []
         for number, part in enumerate(model.parts):
             of_file = stored(part)
             if of_file is not None:
                 self.headers.append((part, of_file[""][0]))
             self.tensors += [
-                _Told(number, part, info, of_file[name] if of_file is not None else ())
+                _Listed(number, part, info, of_file[name] if of_file is not None else ())
                 for name, info in part.tensors.items()
             ]
 
@@ -199,31 +199,31 @@ class DataCheck:
         except Exception as error:  # noqa: BLE001 - finish raises it
             self.error = error
 
-    def _check_data(self, part: GGUFFile, tensors: Sequence[_Told]) -> None:
+    def _check_data(self, part: GGUFFile, tensors: Sequence[_Listed]) -> None:
         buffer = np.empty(_CHUNK_BYTES, np.uint8)
         try:
             with part.path.open("rb", buffering=0) as file:
-                for each in sorted(tensors, key=lambda told: told.info.offset):
+                for each in sorted(tensors, key=lambda listed: listed.info.offset):
                     self._check_tensor(file.fileno(), each, buffer)
         except OSError as error:
             raise GGUFError(f"{part.path}: {error.strerror or error}") from error
 
-    def _check_tensor(self, fd: int, told: _Told, buffer: np.ndarray[Any, Any]) -> None:
-        info = told.info
-        slice_bytes = info.nbytes // n_slices(info.shape) if told.checksums else info.nbytes
-        for number, expected in enumerate(told.checksums or (None,)):
+    def _check_tensor(self, fd: int, listed: _Listed, buffer: np.ndarray[Any, Any]) -> None:
+        info = listed.info
+        slice_bytes = info.nbytes // n_slices(info.shape) if listed.checksums else info.nbytes
+        for number, expected in enumerate(listed.checksums or (None,)):
             start = info.offset + number * slice_bytes
             crc, at = 0, start
             while at < start + slice_bytes and not self._stopped:
                 view = buffer.data[: min(_CHUNK_BYTES, start + slice_bytes - at)]
                 n = os.preadv(fd, [view], at)
                 if n == 0:
-                    raise GGUFError(f"{told.part.path}: the file ends at offset {at}: it was cut")
+                    raise GGUFError(f"{listed.part.path}: the file ends at offset {at}: it was cut")
                 if _may_hold_nan(info):
                     is_nan = np.isnan(buffer[: n - n % 4].view(np.float32))
                     if is_nan.any():
                         raise DamagedError(
-                            f"{told.part.path}: tensor {info.name}: offset"
+                            f"{listed.part.path}: tensor {info.name}: offset"
                             f" {at + 4 * int(is_nan.argmax())}: the value is NaN: get another copy"
                             " of the file, or convert the model again"
                         )
@@ -233,9 +233,9 @@ class DataCheck:
             if self._stopped or expected is None:
                 return
             if crc != expected:
-                what = f"expert {number} is damaged" if len(told.checksums) > 1 else "damaged"
+                what = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
                 raise DamagedError(
-                    f"{told.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
+                    f"{listed.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
                     " differs"
                 )
 

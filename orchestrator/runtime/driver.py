@@ -19,7 +19,7 @@ from orchestrator.allocation.slots import Transition
 from orchestrator.errors import NativeError
 from orchestrator.events import SKIP, ComputedStep, Phase, RouteEvent, StepReport, served
 from orchestrator.native import FAILED, CRoom, Store
-from orchestrator.plan.shared import CELL_STEP, SharedMemory
+from orchestrator.plan.records import CELL_STEP, SharedMemory
 from orchestrator.policy import PLAIN, Policy
 from orchestrator.policy.base import Learned
 from orchestrator.runtime.idle import Idle, likely
@@ -42,12 +42,17 @@ class NoopDriver:
     def prepare(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None
     ) -> None:
-        """Called once after the model has loaded: reads the experts that the policy wants before
-        the first token, and installs the callbacks. progress: gets the share that is done."""
+        """Prepare the first token after the model has loaded.
+
+        Reads the experts that the policy wants before the first token, and installs the callbacks.
+        Called once. progress: gets the share that is done.
+        """
 
     def set_prompts(self, n_bytes: int, keep: Callable[[int], int]) -> None:
-        """Set the memory for copies of prompts, in bytes. keep: limits the copies to a number of
-        bytes, and returns how many they take."""
+        """Set the memory for copies of prompts, in bytes.
+
+        keep: limits the copies to a number of bytes, and returns how many they take.
+        """
 
     def begin(self, phase: Phase) -> None:
         """Called before a decode whose tokens all have this phase."""
@@ -59,21 +64,29 @@ class NoopDriver:
         """Called after steps whose phase `begin` set: the batch shows the phase of later steps."""
 
     def follow(self, phase: Phase) -> None:
-        """Called before a step of the server core. At the start of an answer it waits for the
-        transitions that the policy requires."""
+        """Called before a step of the server core.
+
+        At the start of an answer it waits for the transitions that the policy requires.
+        """
 
     def stop_waiting(self) -> None:
         """Make every wait of an answer end soon; any thread may call it."""
 
     def warmup_mode(self) -> AbstractContextManager[None]:
-        """In the block, steps use at most one expert of each layer in each tier that the policy may
-        request or that has experts in memory. The policy and all counters ignore these steps."""
+        """Limit the experts that steps use during the block.
+
+        In each layer and each tier they use at most one expert. This applies to tiers that the
+        policy may request or that have experts in memory. The policy and all counters ignore these
+        steps.
+        """
         return nullcontext()
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
-        """Read experts that are likely to be used into free slots, in the background, until
-        end_idle is called. used: how often tokens used each expert, float64 [n_layers, n_expert],
-        None if not known. settle: blocks until no step is computed."""
+        """Read experts that are likely to be used into free slots, in the background.
+
+        This continues until end_idle is called. used: how often tokens used each expert, float64
+        [n_layers, n_expert], None if not known. settle: blocks until no step is computed.
+        """
 
     def end_idle(self) -> None:
         """End idle reads, before a step and before the store is freed; any thread may call it."""
@@ -83,8 +96,10 @@ class NoopDriver:
         return 0.0
 
     def used(self) -> np.ndarray | None:
-        """Return how many tokens used each expert since the start, uint32 [n_layers, n_expert];
-        None without a store. Any thread may call it."""
+        """Return how many tokens used each expert since the start, uint32 [n_layers, n_expert].
+
+        Return None without a store. Any thread may call it.
+        """
         return None
 
     @property
@@ -97,8 +112,10 @@ class NoopDriver:
         return None
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Give the policy the state that save_sequence returned for tokens that a sequence holds
-        again. Raises PolicyError for a damaged state."""
+        """Give the policy the state that save_sequence returned for a sequence.
+
+        The sequence holds the same tokens again. Raises PolicyError for a damaged state.
+        """
 
     def cancel(self, on: bool) -> None:
         """Make steps end early, until called with False."""
@@ -107,8 +124,10 @@ class NoopDriver:
         """Called after the tokens of a sequence, or of all sequences, were dropped."""
 
     def change(self, name: str, value: Any) -> bool:
-        """Change a live setting of the policy; False if it has no such setting. Raises SettingError
-        and PolicyError, and changes nothing then."""
+        """Change a live setting of the policy; False if it has no such setting.
+
+        Raises SettingError and PolicyError, and changes nothing then.
+        """
         return False
 
     def report(self) -> dict[str, Any]:
@@ -160,7 +179,7 @@ class Driver(NoopDriver):
         self._unjudged = 0
         self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Expert counts since the last report that included counts.
-        self._untold: np.ndarray | None = None
+        self._unreported: np.ndarray | None = None
         self.steps = 0
 
     def on_route(self, event: RouteEvent) -> None:
@@ -206,8 +225,10 @@ class Driver(NoopDriver):
             self._prompt_read = False
 
     def on_route_unasked(self, event: RouteEvent) -> None:
-        """Do what the store does in steps in which the policy is not asked: take the default tier,
-        or a better one that is in memory."""
+        """Do what the store does in steps in which the policy is not asked.
+
+        Take the default tier, or a better one that is in memory.
+        """
         resident = self.store.view.resident_array[event.layer]
         self.store.decision.tier_array[:] = served(self.policy.wants.default_tier, resident)
         self.store.apply(self.store.decision)
@@ -219,25 +240,29 @@ class Driver(NoopDriver):
             self.store.transition(moves)
 
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
-        """Report a step to the policy, and return the transitions that it asks for. unusual: as
-        StepReport.unusual, if another driver has the loss meter."""
+        """Report a step to the policy, and return the transitions that it asks for.
+
+        unusual: as StepReport.unusual, if another driver has the loss meter.
+        """
         policy = self.policy
-        wants, told = policy.wants, step.phase in policy.wants.told_in
+        wants, is_reported = policy.wants, step.phase in policy.wants.told_in
         counts = self.store.take_counts() if wants.counts else None
         resident = target = None
-        if wants.states and told:
+        if wants.states and is_reported:
             resident, target = self.store.states()
         if self.meter is not None:
             if self.meter.costs and not self.asks(step.phase):
-                if told or self.meter.needs_tiers:  # experts in transition count in the old tier
+                if (
+                    is_reported or self.meter.needs_tiers
+                ):  # experts in transition count in the old tier
                     held = self.store.resident() if resident is None else resident
                     self.meter.holds(served(wants.default_tier, held))
                 self.meter.counted(self.store.take_counts() if counts is None else counts)
             self.meter.step_done(step.phase, step.n_tokens)
             unusual = self.judge_routing(step.n_tokens)
         if counts is not None:
-            counts = counts if self._untold is None else counts + self._untold
-            counts, self._untold = (counts, None) if told else (None, counts)
+            counts = counts if self._unreported is None else counts + self._unreported
+            counts, self._unreported = (counts, None) if is_reported else (None, counts)
         self.steps += 1
         return policy.on_step(
             StepReport(
@@ -283,8 +308,11 @@ class Driver(NoopDriver):
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Install the routing callback: the policy in the steps in which it is asked, and its
-        default tier in the others. route: a function that is called instead, in every step."""
+        """Install the routing callback.
+
+        The policy decides in the steps in which it is asked, and its default tier is taken in the
+        others. route: a function that is called instead, in every step.
+        """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)
             return
@@ -295,8 +323,10 @@ class Driver(NoopDriver):
     def load_first(
         self, first: Sequence[Transition], progress: Callable[[float], None] | None = None
     ) -> None:
-        """Read the experts that the policy wants before the first token, and set the rate of later
-        transitions."""
+        """Read the experts that the policy wants before the first token.
+
+        Then set the rate of later transitions.
+        """
         self.store.set_transition_rate(self.policy.wants.transition_rate)
         if first:
             self.store.warm(first, progress)
@@ -417,9 +447,9 @@ class Driver(NoopDriver):
         return bool((resident != target).any())
 
     @property
-    def brought(self) -> int:
+    def prefetched(self) -> int:
         """The number of experts that idle reads have brought into memory."""
-        return self._idle.brought
+        return self._idle.prefetched
 
     def idle(self, used: np.ndarray | None, settle: Callable[[], None]) -> None:
         self.end_idle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError, NativeError
 from orchestrator.events import Phase
 from orchestrator.native import Store
 from orchestrator.native.llama import LlamaContext, Model
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy import Policy
 from orchestrator.runtime.driver import Driver
 from orchestrator.runtime.load import Loaded
@@ -34,8 +34,8 @@ class Inside:
     """The parts of a loaded model, for programs that measure or replace them.
 
     Valid until the model is loaded again. driver, store and policy are there only if the experts
-    live in the store: each raises ConfigError otherwise. losses: what lower precisions cost, as far
-    as the model's loss table says.
+    live in the store: each raises ConfigError otherwise. losses: the cost of lower precisions, if
+    the model has a loss table.
     """
 
     loaded: Loaded
@@ -50,10 +50,7 @@ class Inside:
     @property
     def driver(self) -> Driver:
         """The loop between the policy and the store."""
-        driver = self.loaded.driver
-        if driver.store is None:
-            raise ConfigError("llama.cpp's own path has no policy and no store")
-        return cast(Driver, driver)
+        return self.loaded.store_driver
 
     @property
     def store(self) -> Store:
@@ -90,7 +87,7 @@ class Evaluator:
     """Evaluates tokens that the caller chooses and returns their logits.
 
     `Runtime.evaluator` makes one and says how long it may be used. It has one sequence of its own,
-    which eval and eval_each extend, and `Config.sequences` others, which fork and decode_batch use.
+    which eval and eval_each extend, and `Needs.sequences` others, which fork and decode_batch use.
     inside: what the model is made of. costs: returns what was used since the context was lent, by
     the names of GenerationStats.
     """
@@ -145,14 +142,14 @@ class Evaluator:
     def eval_each(
         self, tokens: Sequence[int], pos: int, phase: Phase | None = None
     ) -> Iterator[np.ndarray]:
-        """As eval, but yield the logits of every token: float32 [n, n_vocab] for each step.
+        """Evaluate tokens as eval does, but yield the logits of every token.
 
         Each array is a view that is valid until the next one. The model has to be loaded with
-        `Config.logits_all`, or with `Config.scored` for steps of at most so many tokens; otherwise
+        `Config.logits_all`, or with `Needs.scored` for steps of at most so many tokens; otherwise
         ConfigError is raised.
         """
         at_once = None if self.config.logits_all else self._loaded.context.outputs
-        if at_once is not None and not self.config.scored:
+        if at_once is not None and not self._loaded.runs.request.needs.scored:
             raise ConfigError("the model was loaded without room for every token's logits")
         for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
             yield self._loaded.context.logits(n)
@@ -185,13 +182,13 @@ class Evaluator:
     def fork(self, sequence: int) -> None:
         """Let a sequence of decode_batch continue from the tokens of the evaluator's own sequence.
 
-        It drops what it held before; the tokens are shared, not copied. Raises ConfigError for a
-        sequence that the model was not loaded with.
+        Its own tokens are dropped before; the new ones are shared, not copied. Raises ConfigError
+        for a sequence that the model was not loaded with.
         """
         self._steps.fork(sequence)
 
     def decode_batch(self, tokens: Sequence[int], sequences: Sequence[int]) -> np.ndarray:
-        """Evaluate one more token of each of several sequences, 0 to config.sequences - 1, in one
+        """Evaluate one more token of each of several sequences, 0 to Needs.sequences - 1, in one
         step.
 
         Returns a copy of their logits, float32 [len(tokens), n_vocab]. A step that fails leaves the

@@ -9,8 +9,10 @@ from orchestrator.runtime.driver import NoopDriver
 
 
 class History:
-    """The hotness and usage of a model's experts and the settings that policies tuned, from earlier
-    runs and from this one."""
+    """The hotness and usage of a model's experts and the settings that policies tuned.
+
+    They are from earlier runs and from this one.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self.usage = planner.usage
@@ -21,7 +23,7 @@ class History:
         return placement.make(self._planner.history)
 
     def learn(self, driver: NoopDriver) -> None:
-        """Add the counts of the driver's store and what its policy has learned."""
+        """Add the counts of the driver's store and the state that its policy has learned."""
         name, learned, used = driver.policy_name, driver.learned(), driver.used()
         if learned.hotness is not None:
             self._planner.hotness.learn(learned.hotness)
@@ -31,8 +33,10 @@ class History:
             self._planner.tuned.learn(name, learned.tuned)
 
     def save(self) -> None:
-        """Write the history that the config says to keep. Raises OSError if a named profile cannot
-        be written."""
+        """Write the history that the config says to keep.
+
+        Raises OSError if a named profile cannot be written.
+        """
         self._planner.tuned.save()
         self.usage.save()
         self._planner.hotness.save()

@@ -11,10 +11,12 @@ from gguf_tools import interrupts
 from orchestrator.allocation.slots import Transition
 from orchestrator.events import ABSENT
 from orchestrator.native import Store
-from orchestrator.policy.base import Wants
+from orchestrator.policy.base import PolicyRequirements
 
 
-def likely(wants: Wants, resident: np.ndarray, used: np.ndarray) -> Sequence[Transition]:
+def likely(
+    wants: PolicyRequirements, resident: np.ndarray, used: np.ndarray
+) -> Sequence[Transition]:
     """Return the absent experts in the order in which to read them into free slots.
 
     The order is by each expert's share of its layer's uses, the likeliest first. If the policy
@@ -38,11 +40,11 @@ class Idle:
     """Reads experts in a thread, one after another, the likeliest first.
 
     An expert is read into free slots only: nothing is evicted for it. No step may begin before
-    `stop` has returned. brought: the number of experts that were read since the start.
+    `stop` has returned. prefetched: the number of experts that were read since the start.
     """
 
     def __init__(self, store: Store) -> None:
-        self.brought = 0
+        self.prefetched = 0
         self._store = store
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -50,8 +52,11 @@ class Idle:
     def start(
         self, wanted: Sequence[Transition], settle: Callable[[], None] = lambda: None
     ) -> None:
-        """Start to read experts, and end after the last one or at the first one that fails; the
-        token that needs that expert reports why. settle: returns when no step is computed."""
+        """Start to read experts.
+
+        Reading ends after the last one or at the first one that fails; the token that needs that
+        expert reports why. settle: returns when no step is computed.
+        """
         self.stop()
         if not wanted:
             return
@@ -91,4 +96,4 @@ class Idle:
             found = self._store.bring(*each)
             if found is None:
                 return
-            self.brought += found
+            self.prefetched += found

@@ -1,5 +1,7 @@
-"""Conversations that outlive their sequence and their process: files in the folder of
---prompt-cache."""
+"""Conversations that outlive their sequence and their process.
+
+They are files in the folder of --prompt-cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from orchestrator.cache.profile import identity
 from orchestrator.config import Config
 from orchestrator.errors import PolicyError
 from orchestrator.native import NativeServer
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.runtime.driver import NoopDriver
 from orchestrator.runtime.prompt_copies import Listed, Mark, PromptFolder, Stored, common_prefix
 from orchestrator.runtime.store_layout import has_flash
@@ -33,17 +35,20 @@ _UNSAVED_TOKENS = 1024
 
 
 def prompt_folder(config: Config) -> PromptFolder | None:
-    """Return the folder of --prompt-cache; None without one. Raises ConfigError for a folder that
-    cannot be used."""
+    """Return the folder of --prompt-cache; None without one.
+
+    Raises ConfigError for a folder that cannot be used.
+    """
     if config.prompt_cache is None:
         return None
     return PromptFolder(config.prompt_cache, config.prompt_cache_limit)
 
 
 def state_key(config: Config, model: ExpertModel, plan: Plan) -> str:
-    """Return a text that identifies everything on which a sequence's state depends besides its
-    tokens: the model's files, the tiers and the policy that chooses among them, and the layout of
-    keys and values.
+    """Return a text that identifies everything on which a sequence's state depends.
+
+    Besides its tokens, these are the model's files, the tiers and the policy that chooses among
+    them, and the layout of keys and values.
 
     With one tier neither policy nor budget changes the state. Without flash attention values are
     transposed. Raises OSError.
@@ -75,9 +80,9 @@ def is_worth_writing(n_tokens: int, n_saved: int) -> bool:
 class KeptConversations:
     """Writes what sequences hold to files, and brings files back into sequences.
 
-    A conversation is written before another one replaces it in its sequence, after an answer if
-    many of its tokens are in no file, and at the end. All work is done on `thread`, one piece after
-    the other; leave is called after the end of that.
+    A conversation is written before another conversation replaces it in its sequence, after an
+    answer if many of its tokens are in no file, and at the end. All work is done on `thread`, one
+    piece after the other; leave is called after the end of that.
     """
 
     def __init__(
@@ -89,32 +94,38 @@ class KeptConversations:
         thread: str,
         note: Callable[[str], None],
     ) -> None:
-        """key: everything that a state depends on besides its tokens (state_key). thread: its name.
-        note: gets sentences for the log."""
+        """key: everything that a state depends on besides its tokens (state_key).
+
+        thread: its name. note: gets sentences for the log.
+        """
         self._folder, self._key, self._driver = folder, key, driver
         self._native, self._note = native, note
         # The tokens of each sequence that are in a file.
         self._saved: dict[int, np.ndarray] = {}
         self._failed: set[int] = set()  # sequences whose last request failed
-        self._told = 0  # of the folder's notes
+        self._n_shown = 0  # of the folder's notes
         self.thread = ThreadPoolExecutor(1, thread)
 
     def before_prompt(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Called before a prompt is read into a sequence on which nothing decodes; the prompt is
-        empty if it is not known. From another thread, which waits for the work."""
+        """Restore and save conversations before a prompt is read into a sequence.
+
+        The caller makes sure that nothing decodes on the sequence, and waits for the work. The
+        prompt is empty if it is not known.
+        """
         work = self._submitted(self._recall, sequence, prompt)
         if work is not None:
             work.result()
 
     def answered(self, sequences: Iterable[int], is_good: bool) -> None:
-        """Called after a request, before another one gets its sequences. is_good: it did not
-        fail; what a failed one left is not written."""
+        """Called after a request, before another request gets its sequences.
+
+        is_good: it did not fail; what a failed one left is not written.
+        """
         for each in sequences:
             self._submitted(self._keep, each, is_good)
 
     def after_that(self, work: Callable[[], None]) -> bool:
-        """Do some work after all work that was submitted before; False if the runtime
-        ends."""
+        """Do some work after all work that was submitted before; False if the runtime ends."""
         return self._submitted(work) is not None
 
     def _submitted(self, work: Callable[..., None], *args: Any) -> Future[None] | None:
@@ -124,8 +135,10 @@ class KeptConversations:
             return None  # the server ends
 
     def _recall(self, sequence: int, prompt: Sequence[int]) -> None:
-        """Makes the sequence hold as much of the prompt as any file has, and writes what that or
-        the prompt takes away."""
+        """Restore the longest part of the prompt that any file has.
+
+        Before that, save the tokens of the sequence that this or the prompt replaces.
+        """
         self._saved.setdefault(sequence, np.empty(0, np.int32))
         spared, is_another = self._native.match(sequence, prompt)
         best, n_usable = self._best(prompt, spared)
@@ -139,8 +152,10 @@ class KeptConversations:
         self._tell()
 
     def _best(self, prompt: Sequence[int], spared: int) -> tuple[Listed | None, int]:
-        """Return the file that spares most of a prompt, and how many of its tokens can be used;
-        None if `spared` tokens, which memory spares, are about as many."""
+        """Return the file that spares most of a prompt, and how many of its tokens can be used.
+
+        Return None if `spared` tokens, which memory spares, are about as many.
+        """
         best, most = None, spared + LEAST_TOKENS
         if len(prompt) <= most:
             return None, 0
@@ -161,8 +176,10 @@ class KeptConversations:
         self._tell()
 
     def leave(self, end_s: float | None) -> None:
-        """Ends the thread and writes everything, once the native server has returned. end_s: of the
-        monotonic clock, when no further conversation is begun to be written."""
+        """Ends the thread and writes everything, once the native server has returned.
+
+        end_s: of the monotonic clock, when no further conversation is begun to be written.
+        """
         self.thread.shutdown()
         for sequence in self._saved:
             if end_s is None or monotonic() <= end_s:
@@ -180,15 +197,17 @@ class KeptConversations:
 
         def write(path: Path) -> Stored | None:
             n_bytes, n_tokens, parts = self._native.save(sequence, path)
-            # llama.cpp empties a sequence to make room for others.
+            # llama.cpp empties a sequence to free memory for others.
             return Stored(n_bytes, parts) if n_tokens == n else None
 
         self._folder.save(self._key, held, self._native.has_part, marks, write)
         self._saved[sequence] = np.array(held, np.int32)
 
     def _bring(self, sequence: int, kept: Listed, n_usable: int) -> bool:
-        """Replaces what a sequence holds by a file's conversation. n_usable: how many tokens of it
-        the prompt goes on from."""
+        """Replaces what a sequence holds by a file's conversation.
+
+        n_usable: how many tokens of it the prompt goes on from.
+        """
         marks = self._folder.load(
             kept, None, lambda path: self._native.restore(sequence, path, kept.file_marks())
         )
@@ -201,6 +220,6 @@ class KeptConversations:
         return True
 
     def _tell(self) -> None:
-        for sentence in self._folder.notes[self._told :]:
+        for sentence in self._folder.notes[self._n_shown :]:
             self._note(sentence)
-        self._told = len(self._folder.notes)
+        self._n_shown = len(self._folder.notes)

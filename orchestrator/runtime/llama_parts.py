@@ -11,8 +11,7 @@ from orchestrator.native.llama import Bindings, LlamaContext, Model
 from orchestrator.plan.footprint import LEAST_CONTEXT, SIZES, output_tokens
 from orchestrator.plan.layouts import wants_own_layout
 from orchestrator.plan.machine import Accelerator
-from orchestrator.plan.planning import Plan
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.store_layout import has_flash
 
 
@@ -48,14 +47,14 @@ def weights_of(
 
 
 def context_of(
-    config: Config, plan: Plan, model: Model, bindings: Bindings, gpu: Accelerator | None
+    request: PlanRequest, plan: Plan, model: Model, bindings: Bindings, gpu: Accelerator | None
 ) -> LlamaContext:
     """Make the context of a plan.
 
     If the system refuses to reserve memory for it, a smaller micro-batch is tried, and then a
     shorter context, unless the user set these. Raises NativeError.
     """
-    n_ctx, n_ubatch = plan.n_ctx, plan.n_ubatch
+    config, n_ctx, n_ubatch = request.config, plan.n_ctx, plan.n_ubatch
     while True:
         try:
             return LlamaContext(
@@ -64,10 +63,10 @@ def context_of(
                 n_ctx=n_ctx,
                 n_ubatch=min(n_ctx, n_ubatch),
                 threads=config.n_threads,
-                outputs=output_tokens(PlanRequest.of(config), model.n_vocab, n_ubatch),
+                outputs=output_tokens(request, model.n_vocab, n_ubatch),
                 flash_attention=has_flash(config, plan),
                 on_gpu=gpu is not None,
-                sequences=config.sequences,
+                sequences=request.needs.sequences,
                 kv=config.kv,
             )
         except NativeError:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.units import format_size
-from orchestrator.config import Config
-from orchestrator.cost.planner import Planner, Runs
-from orchestrator.errors import GGUFError
+from orchestrator.cost.planner import Planner, ResolvedPlan
+from orchestrator.errors import ConfigError, GGUFError
 from orchestrator.events import Phase
 from orchestrator.native import FreeCores, Store, find_device
 from orchestrator.native.llama import LlamaContext, Model
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.damage import DataCheck, InUse, managed_places
 from orchestrator.runtime.driver import Driver, NoopDriver
 from orchestrator.runtime.history import History
@@ -44,7 +44,7 @@ class Loaded:
     closed in this order.
     """
 
-    runs: Runs
+    runs: ResolvedPlan
     driver: NoopDriver
     model: Model
     context: LlamaContext
@@ -55,9 +55,18 @@ class Loaded:
     def plan(self) -> Plan:
         return self.runs.plan
 
+    @property
+    def store_driver(self) -> Driver:
+        """The driver of a policy with a store. Raises ConfigError on llama.cpp's own path."""
+        if self.driver.store is None:
+            raise ConfigError("llama.cpp's own path has no policy and no store")
+        return cast(Driver, self.driver)
+
     def warm_up(self) -> None:
-        """Compute a micro-batch and a token with few experts per layer, and forget them, so that
-        the GPU memory of the kernels is allocated."""
+        """Compute a micro-batch and a token with few experts per layer, and forget them.
+
+        This allocates the GPU memory of the kernels.
+        """
         with self.driver.warmup_mode():
             # The token comes first: after a prompt, policies would prepare an answer for it.
             for n, phase in ((1, Phase.DECODE), (self.plan.n_ubatch, Phase.PREFILL)):
@@ -77,12 +86,14 @@ class Loader:
     planner: resolves settings to plans.
     """
 
-    def __init__(self, config: Config, model: ExpertModel) -> None:
-        """Raises ConfigError for a device that is not here, NativeError without the library."""
-        self.planner = Planner(config, model)
+    def __init__(self, request: PlanRequest, model: ExpertModel) -> None:
+        """request: as of Planner. Raises ConfigError for a device that is not here, NativeError
+        without the library.
+        """
+        self.planner = Planner(request, model)
         self.bindings, self.gpu = self.planner.bindings, self.planner.gpu
         self.history = History(self.planner)
-        self._specs = StoreSpecs(config, model, self.bindings, self.gpu)
+        self._specs = StoreSpecs(request.config, model, self.bindings, self.gpu)
         self._model, self.files = model, InUse(model.files, self._compare)
         # Whether the weights were compared with their checksums, for managed plans and others.
         self._sound: set[bool] = set()
@@ -106,16 +117,18 @@ class Loader:
 
     @property
     def on_disk(self) -> str:
-        """The tables of the dense weights that stay on disk if experts are managed, as a text; ""
-        if there are none."""
+        """The tables of the dense weights that stay on disk if experts are managed, as a text.
+
+        Empty if there are none.
+        """
         return self._model.lookup_text
 
-    def load(self, runs: Runs, progress: Progress | None = None) -> Loaded:
+    def load(self, runs: ResolvedPlan, progress: Progress | None = None) -> Loaded:
         """Load a plan.
 
-        On a GPU the model is loaded again if a prompt and a token took more memory than planned,
-        which would break the cap, or much less, which experts could use. Raises MoeEdgeError, and
-        leaves nothing loaded then.
+        On a GPU the model is loaded again if a prompt and a token took more memory than planned.
+        That would break the cap. It is also loaded again if they took much less, which experts
+        could use. Raises MoeEdgeError, and leaves nothing loaded then.
         """
         if not self.on_gpu:
             return self._load(runs, progress)
@@ -133,7 +146,7 @@ class Loader:
             loaded.close()
             more += beyond + SPARE_BYTES
             plan = self.planner.plan(same_parts, more)
-            runs = Runs(runs.config, plan, self.planner.loses(plan))
+            runs = ResolvedPlan(runs.request, plan, self.planner.loses(plan))
         return loaded
 
     @cached_property
@@ -147,12 +160,14 @@ class Loader:
         return find_device(self.bindings.library(), self.gpu.info.name).memory_bytes
 
     def _taken_beyond(self, loaded: Loaded, free_before: int) -> int:
-        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included;
-        negative if it takes less. free_before: free bytes before it was loaded."""
+        """Return the bytes of GPU memory that a model takes beyond its plan, kernels included.
+
+        Negative if it takes less. free_before: free bytes before it was loaded.
+        """
         loaded.warm_up()
         return free_before - self._free_bytes() - loaded.plan.total_bytes
 
-    def _load(self, runs: Runs, progress: Progress | None) -> Loaded:
+    def _load(self, runs: ResolvedPlan, progress: Progress | None) -> Loaded:
         config, plan = runs.config, runs.plan
         weights = plan.dense_bytes + (0 if plan.managed else plan.expert_bytes)
         parts: list[Part] = []
@@ -185,12 +200,12 @@ class Loader:
                 )
                 parts.append(model)
             driver.prepare(first or (), _share_of("Reading experts", progress))
-            context = context_of(config, plan, model, self.bindings, self.gpu)
+            context = context_of(runs.request, plan, model, self.bindings, self.gpu)
             # the context goes first, then the store, then the model that it was attached to
             parts.insert(0, context)
             if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
-            sequences = Sequences(context, config.sequences)
+            sequences = Sequences(context, runs.request.needs.sequences)
             # Without --ctx, the model's own longest context cannot be raised either.
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)

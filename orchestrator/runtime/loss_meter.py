@@ -47,8 +47,10 @@ class LossMeter:
         self._in_step += float(self.estimate.of_choice(event.layer, ids, weights, tiers).sum())
 
     def _of_token(self, event: RouteEvent, view: StoreView, decision: DecisionBuffer) -> float:
-        """Return the nats of a step's only token in one layer. It does without numpy, whose calls
-        would take longer than the rest."""
+        """Return the nats of a step's only token in one layer.
+
+        It does without numpy, whose calls would take longer than the rest.
+        """
         layer, ids, asked, lost = event.layer, event.ids.tolist(), decision.tier, 0.0
         costly = [at for at, expert in enumerate(ids) if asked[expert] or self._best_costs]
         for at in costly:
@@ -65,8 +67,10 @@ class LossMeter:
         return self._tiers is None
 
     def holds(self, tiers: np.ndarray) -> None:
-        """Set the tiers in which experts are computed from now on in steps in which the policy is
-        not asked: uint8 [n_layers, n_expert]."""
+        """Set the tiers in which experts are computed, uint8 [n_layers, n_expert].
+
+        They apply from now on in steps in which the policy is not asked.
+        """
         if self._tiers is None or not np.array_equal(tiers, self._tiers):
             self._tiers, self._of_use = tiers.copy(), self.estimate.of_use(tiers)
 

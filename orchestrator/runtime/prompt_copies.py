@@ -113,8 +113,10 @@ class ListedMark(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """A file of the folder, as its description lists it. n_stored: numbers that llama.cpp stores
-    instead of the tokens."""
+    """A file of the folder, as its description lists it.
+
+    n_stored: numbers that llama.cpp stores instead of the tokens.
+    """
 
     path: Path
     key: str
@@ -190,10 +192,12 @@ class PromptFolder:
         marks: Sequence[Mark],
         write_state: Callable[[Path], Stored | int | None],
     ) -> None:
-        """Writes a sequence, and removes the files that it goes on from. write_state: writes
-        llama.cpp's file to a path, and returns its bytes, alone or with the marks that it wrote
-        after these; 0 bytes if it cannot, None if there is nothing to keep. marks: further ones. A
-        failure is noted."""
+        """Writes a sequence, and removes the files that it goes on from.
+
+        write_state: writes llama.cpp's file to a path, and returns its bytes, alone or with the
+        marks that it wrote after these; 0 bytes if it cannot, None if there is nothing to keep.
+        marks: further ones. A failure is noted.
+        """
         path = self._target(key, tokens)
         remove_abandoned(path)
         try:
@@ -227,10 +231,13 @@ class PromptFolder:
     def load(
         self, listed: Listed, most_bytes: int | None, read_state: Callable[[Path], bool]
     ) -> tuple[Mark, ...] | None:
-        """Checks a file, and lets read_state read llama.cpp's part of it. Returns the latest marks
-        that have at most so many bytes, or all of them without their parts if that is None. Returns
-        None for a file that is damaged, which is dropped, for one that has no room, which is left
-        to a later run, and for one that is gone."""
+        """Checks a file, and lets read_state read llama.cpp's part of it.
+
+        Returns the latest marks that have at most `most_bytes` bytes, or all of them without their
+        parts if that is None. Returns None for a file that is damaged, which is dropped, and for
+        one that is gone. Returns None, too, if memory is too small for a file, which is kept for a
+        later run.
+        """
         try:
             with open(listed.path, "rb") as file:
                 same = _is_whole(file) and _describe(file, listed.path)
@@ -243,7 +250,9 @@ class PromptFolder:
                 return None
             if not read_state(listed.path):
                 self._unusable.add(listed.path)
-                self._note(f"{listed.path}: no room for this kept conversation: it is read again.")
+                self._note(
+                    f"{listed.path}: no memory for this kept conversation: it is read again."
+                )
                 return None
             os.utime(listed.path)
         except OSError:
@@ -277,8 +286,10 @@ class PromptFolder:
         return [path for _, path in sorted(found)]
 
     def _tidy(self, key: str, tokens: Sequence[int] | np.ndarray, new: Path) -> None:
-        """Removes what the new file goes on from, and the least recently used files beyond the
-        limit."""
+        """Remove files whose tokens the new file starts with.
+
+        Also remove the least recently used files beyond the limit.
+        """
         for listed in self.of(key):
             n = len(listed.tokens)
             if listed.path != new and n == common_prefix(listed.tokens, tokens):
@@ -346,8 +357,10 @@ def _write(
 
 
 def _hash_of(file: BinaryIO, length: int, *lengths: int) -> bytes:
-    """Return the hash of the footer's lengths and of the first `length` bytes of a file, or of all
-    bytes if the file is shorter."""
+    """Return the hash of the footer's lengths and of the first `length` bytes of a file.
+
+    If the file is shorter, all its bytes are hashed.
+    """
     digest = hashlib.sha256(repr(lengths).encode())
     file.seek(0)
     while length > 0 and (data := file.read(min(_CHUNK, length))):
@@ -418,8 +431,10 @@ def _plain(stored: np.ndarray) -> np.ndarray:
 
 
 def _read_marks(file: BinaryIO, listed: Listed, most_bytes: int | None) -> tuple[Mark, ...]:
-    """Return the latest marks that have room, or all of them without their parts. Raises
-    OSError."""
+    """Return the latest marks within most_bytes, or all of them without their parts.
+
+    Raises OSError.
+    """
     end, found = listed.state_end + sum(each.n_bytes for each in listed.marks), []
     for each in reversed(listed.marks):
         end -= each.n_bytes

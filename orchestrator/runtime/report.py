@@ -1,4 +1,4 @@
-"""Describes a loaded model: its status line, its memory, and what its store did."""
+"""Describes a loaded model: its status line, its memory, and its store's statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from gguf_tools.experts import DEFAULT_KV
 from gguf_tools.process import rss_bytes
 from gguf_tools.units import format_size
-from orchestrator.config import Config
 from orchestrator.events import SKIP_TIER, Phase
 from orchestrator.native import MAX_TIERS, CStats, Library, Store, touched_memory
 from orchestrator.plan.layouts import layout_text
@@ -17,18 +16,18 @@ from orchestrator.runtime.load import Loaded, Loader
 from orchestrator.runtime.loss_meter import LossMeter
 
 
-def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
+def status_line(loader: Loader, loaded: Loaded) -> str:
     """Return the status line: path, policy, slots, how misses are served, micro-batch, context."""
-    plan, driver = loaded.plan, loaded.driver
+    plan, driver, request = loaded.plan, loaded.driver, loaded.runs.request
     most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
     context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
-    if config.conversations:
+    if request.needs.conversations:
         # for a policy whose slots never give memory back
         aside = "set aside" if plan.slots and not (plan.shared or plan.device) else ""
         notes = ", ".join(filter(None, (aside, _in_use(loader, loaded))))
         context += f" ({notes})" if notes else ""
-    if config.kv != DEFAULT_KV:
-        context += f" in {config.kv}"
+    if request.config.kv != DEFAULT_KV:
+        context += f" in {request.config.kv}"
     if driver.store is None or driver.policy is None:
         return f"llama.cpp's own path: {plan.reason}{context}"
     slots = format_size(plan.slots.total_bytes) if plan.slots else "no"
@@ -50,8 +49,10 @@ def mode_line(config: Config, loader: Loader, loaded: Loaded) -> str:
 
 
 def _in_use(loader: Loader, loaded: Loaded) -> str:
-    """Return how much of the context is used, estimated from the memory of its KV cells. Empty if
-    it is none or not known."""
+    """Return how much of the context is used, estimated from the memory of its KV cells.
+
+    Empty if it is none or not known.
+    """
     shared, n = loaded.plan.shared, len(loaded.steps.cached)
     if n or shared is None:
         return f"{n} in use" if n else ""
@@ -129,9 +130,11 @@ class StoreCosts:
         skip: bool = False,
         losses: LossMeter | None = None,
     ) -> None:
-        """store: None on llama.cpp's own path, which has nothing to count. tiers: names of the
-        tiers in use, best first. skip: whether experts may be skipped. losses: None if the loss of
-        lower tiers is not known."""
+        """store: None on llama.cpp's own path, which has nothing to count.
+
+        tiers: names of the tiers in use, best first. skip: whether experts may be skipped. losses:
+        None if the loss of lower tiers is not known.
+        """
         self._store = store
         self._losses = losses
         self._mark = losses.mark() if losses else None

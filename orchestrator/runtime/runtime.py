@@ -24,8 +24,8 @@ from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
 from orchestrator.cache.profile import identity
 from orchestrator.config import Config, native_log_enabled
-from orchestrator.cost.planner import Runs
-from orchestrator.errors import NativeError, sentence_of
+from orchestrator.cost.planner import ResolvedPlan
+from orchestrator.errors import MoeEdgeError, NativeError, sentence_of
 from orchestrator.events import Phase
 from orchestrator.native import (
     FAILED,
@@ -37,13 +37,15 @@ from orchestrator.native import (
 )
 from orchestrator.native.llama import Bindings, Model
 from orchestrator.plan.footprint import part_bytes
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import PLAIN, policy_settings
+from orchestrator.runtime import threads
 from orchestrator.runtime.answer import Answer
 from orchestrator.runtime.answering import AHEAD_BYTES, Answering, kept_prompts, server_library
 from orchestrator.runtime.evaluator import Evaluator, Inside
 from orchestrator.runtime.kept import KeptConversations, prompt_folder, state_key
 from orchestrator.runtime.load import Loader, Progress
-from orchestrator.runtime.report import StoreCosts, memory_now, mode_line
+from orchestrator.runtime.report import StoreCosts, memory_now, status_line
 from orchestrator.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -52,6 +54,32 @@ CHAT = "/v1/chat/completions"
 _SWITCH_S = 0.0005
 # How often an answer that waits for an evaluation looks whether it is cancelled, in seconds.
 _LOOK_S = 0.05
+
+
+class _Switch:
+    """The switch interval of Python's threads, which is short while any runtime answers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_quick, self._before_s = 0, 0.0
+
+    def quicken(self) -> None:
+        """Shorten the interval to _SWITCH_S, for one more runtime."""
+        with self._lock:
+            if not self._n_quick:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
+            self._n_quick += 1
+
+    def restore(self) -> None:
+        """Restore the interval after the last runtime has ended."""
+        with self._lock:
+            self._n_quick -= 1
+            if not self._n_quick:
+                sys.setswitchinterval(self._before_s)
+
+
+_switch = _Switch()
 
 
 @dataclass(frozen=True)
@@ -100,29 +128,30 @@ class Runtime(Closing):
 
     def __init__(
         self,
-        config: Config,
+        request: PlanRequest,
         model: ExpertModel,
         progress: Progress | None,
         answering: Answering | None,
         compared: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._answering, self._say = answering, say
+        self._answering, self._say, self._needs = answering, say, request.needs
         self._compared = compared
-        # Who may compute: answers, or one evaluator.
+        # The users that may compute: answers, or one evaluator.
         self._turns = threading.Condition()
         self._running: list[Answer] = []
         self._requests = set[NativeRequest]()  # of answers that have not ended
         self._is_lent, self._is_ending = False, False
         self._said = ""
-        self._switch_s = sys.getswitchinterval()
-        self.config = config
-        self._open(config, model, progress, compared)
+        # The exception of a policy that failed the last step, with its traceback.
+        self.policy_error: Exception | None = None
+        self.config = request.config
+        self._open(request.config, model, progress, compared)
 
     @classmethod
     def open(
         cls,
-        config: Config,
+        config: Config | PlanRequest,
         progress: Progress | None = None,
         answering: Answering | None = None,
         compared: bool = False,
@@ -130,13 +159,15 @@ class Runtime(Closing):
     ) -> Runtime:
         """Read a file's layout, plan the memory and load the dense weights.
 
+        config: the settings, or a request with the needs of a program that only evaluates.
         progress: gets the name of each part of the work, and the share of it that is done.
         answering: how to answer; without it only the evaluator works. compared: as
         Planner.compared. say: gets sentences for the user, from any thread. Raises MoeEdgeError.
         """
-        model = ExpertModel.open(config.model, config.low)
+        request = config if isinstance(config, PlanRequest) else PlanRequest(config)
+        model = ExpertModel.open(request.config.model, request.config.low)
         try:
-            return cls(config, model, progress, answering, compared, say)
+            return cls(request, model, progress, answering, compared, say)
         except BaseException:
             model.close()
             raise
@@ -148,30 +179,34 @@ class Runtime(Closing):
         self._model = model
         if progress is not None:
             progress("Measuring this machine", None)
-        wanted = self._with_answers(config)
-        self._loader = Loader(wanted, model)
-        planner = self._loader.planner
+        request = self._request(config)
+        self._loader = Loader(request, model)
+        planner, wanted = self._loader.planner, request.config
         _ = planner.slow_disk  # before the model takes the memory
         self._load(config, planner.compared(wanted) if compared else planner.runs(wanted), progress)
 
-    def _with_answers(self, config: Config) -> Config:
-        """Return a config with the needs of the answers."""
-        return config if self._answering is None else self._answering.config(config)
+    def _request(self, config: Config) -> PlanRequest:
+        """Return the request for a plan with these settings."""
+        if self._answering is None:
+            return PlanRequest(config, self._needs)
+        return self._answering.request(config)
 
-    def _load(self, given: Config, runs: Runs, progress: Progress | None) -> None:
+    def _load(self, given: Config, runs: ResolvedPlan, progress: Progress | None) -> None:
         """Load a resolved plan, and start to answer if answers are wanted."""
         self._folder = prompt_folder(runs.config)
         self._loaded = self._loader.load(runs, progress)
-        # The given settings and the chosen policy, without the memory that answers need.
-        changed = ("ctx", "sequences", "scored", "beside", "beside_token", "conversations")
-        self.config = runs.config.with_changes(**{name: getattr(given, name) for name in changed})
+        # The chosen settings, with the context of one answer.
+        self.config = runs.config.with_changes(ctx=given.ctx)
         self._native: NativeServer | None = None
         self._kept: KeptConversations | None = None
         try:
             if self._answering is not None:
                 self._start(self._answering)
         except BaseException:
-            self._loaded.close()
+            if self._native is None:
+                self._loaded.close()
+            else:
+                self._unload()
             raise
 
     def _start(self, answering: Answering) -> None:
@@ -217,10 +252,9 @@ class Runtime(Closing):
                 lambda is_answer: loaded.driver.follow(Phase.DECODE if is_answer else Phase.PREFILL)
             )
         loaded.driver.set_prompts(cache_mib << 20, native.keep_prompts)
+        self._decoding = threads.start(native.run, "decode")
+        _switch.quicken()
         self._native = native
-        self._decoding = threading.Thread(target=native.run, name="decode", daemon=True)
-        self._decoding.start()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._idle()
 
     @property
@@ -277,7 +311,7 @@ class Runtime(Closing):
     @property
     def mode(self) -> str:
         """The status line: which path or policy runs, and how."""
-        return mode_line(self._loaded.runs.config, self._loader, self._loaded)
+        return status_line(self._loader, self._loaded)
 
     @property
     def inside(self) -> Inside:
@@ -299,9 +333,9 @@ class Runtime(Closing):
     ) -> Answer:
         """Start to answer a request in the form of llama.cpp's server.
 
-        route: whose form it has. sequences: those into which its prompts are read. settings: of the
-        policy, until another request brings others; None for the usual ones. forget: sequences that
-        drop what they hold before it begins, for want of room.
+        route: the path whose form the body has. sequences: those into which its prompts are read.
+        settings: of the policy, until another request brings others; None for the usual ones.
+        forget: sequences that drop their tokens before it begins, because memory is short.
 
         Raises NativeError for a route that does not exist and without memory, and OSError if no
         threads or file descriptors are left.
@@ -430,8 +464,10 @@ class Runtime(Closing):
         return until_now
 
     def _failure(self) -> str | None:
-        """Return why the last step failed, in a sentence; None if nothing says why. A changed file
-        comes first, because what the store reads of it looks like damage."""
+        """Return why the last step failed, in a sentence; None if nothing says why.
+
+        A changed file comes first, because what the store reads of it looks like damage.
+        """
         if fault := self.fault():
             return fault
         driver = self._loaded.driver
@@ -443,6 +479,7 @@ class Runtime(Closing):
                 raise self._core.error
             driver.check(FAILED)
         except Exception as error:  # noqa: BLE001 - whatever a policy raised
+            self.policy_error = None if isinstance(error, MoeEdgeError) else error
             return sentence_of(error)
         return None
 
@@ -454,7 +491,8 @@ class Runtime(Closing):
         during the block wait for its end. Afterwards the sequences are empty again.
         """
         with self._turns:
-            self._turns.wait_for(lambda: not (self._running or self._is_lent))
+            while not self._turns.wait_for(lambda: not (self._running or self._is_lent), _LOOK_S):
+                interrupts.check()
             self._is_lent = True
             self._loaded.driver.end_idle()
         try:
@@ -501,7 +539,7 @@ class Runtime(Closing):
         is_same = config.model == before.model and config.low == before.low
         # Refuse settings that cannot work before anything is freed. Another policy ignores settings
         # that only the policy before it has.
-        runs = planner.compared(self._with_answers(config)) if is_same else None
+        runs = planner.compared(self._request(config).config) if is_same else None
         with self._turns:
             self._turns.wait_for(lambda: not (self._running or self._is_lent))
             self._is_lent = True
@@ -554,8 +592,11 @@ class Runtime(Closing):
         return memory_now(library, self._loaded, self._loaded.driver.prompts)
 
     def fault(self) -> str:
-        """Return why answers are wrong from now on, because a model file was written to; "" if they
-        are right. `say` gets a sentence about each change once."""
+        """Return why answers are wrong from now on.
+
+        The reason is that a model file was written to. Return an empty text if answers are right.
+        `say` gets a sentence about each change once.
+        """
         sentence, is_fault = self._loader.files.look()
         if sentence and sentence != self._said:
             self._said = sentence
@@ -593,7 +634,8 @@ class Runtime(Closing):
         """End all computing, and free the loaded model; False if a step still runs at end_s."""
         self.stop()
         loaded = self._loaded
-        loaded.driver.end_idle()
+        with self._turns:  # _read_ahead may be starting a thread
+            loaded.driver.end_idle()
         if self._native is not None:
 
             def left_s() -> float | None:
@@ -613,7 +655,7 @@ class Runtime(Closing):
                 self._kept.leave(end_s)
             self._native.close()
             self._native = None
-            sys.setswitchinterval(self._switch_s)
+            _switch.restore()
         self._loader.history.learn(loaded.driver)
         loaded.close()
         self._is_ending = False

@@ -91,9 +91,11 @@ class Steps:
         asked_ctx: int,
         check_files: Callable[[], None],
     ) -> None:
-        """complaint: returns llama.cpp's last error in brackets. asked_ctx: the context that the
-        user asked for, in tokens. check_files: raises ChangedError if a model file was written to
-        since it was opened."""
+        """complaint: returns llama.cpp's last error in brackets.
+
+        asked_ctx: the context that the user asked for, in tokens. check_files: raises ChangedError
+        if a model file was written to since it was opened.
+        """
         self.cached: list[int] = []
         self.cancelled = False
         self._context = context
@@ -152,8 +154,10 @@ class Steps:
         return good
 
     def fork(self, number: int) -> None:
-        """Let another sequence continue from the evaluator's own one. Raises ConfigError if the
-        sequence does not exist."""
+        """Let another sequence continue from the evaluator's own one.
+
+        Raises ConfigError if the sequence does not exist.
+        """
         self._sequences.check([0], [number])
         name = self._sequences.name_of(number)
         self._driver.sequence_end(name)
@@ -163,7 +167,7 @@ class Steps:
             self._driver.restore_sequence(name, known)
 
     def step_each(self, tokens: Sequence[int], numbers: Sequence[int]) -> bool:
-        """As step, for one token of each of several sequences."""
+        """Compute a step, as `step` does, with one token of each of several sequences."""
         work = self._sequences
         work.check(tokens, numbers)
         good = self._run(

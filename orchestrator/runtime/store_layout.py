@@ -15,7 +15,7 @@ from orchestrator.native import Misses, ProductTime, Slices, StoreSpec, measure_
 from orchestrator.native.llama import Bindings
 from orchestrator.plan.layouts import with_layouts, with_product_times
 from orchestrator.plan.machine import Accelerator, serve_misses
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan
 from orchestrator.policy.base import Placement
 from orchestrator.runtime.damage import Checksums, with_checksums
 
@@ -37,8 +37,10 @@ class StoreSpecs:
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
     def of(self, config: Config, plan: Plan) -> StoreSpec:
-        """Return the spec of a plan with managed experts: file offsets, memory layout, how misses
-        are served, and checksums."""
+        """Return the spec of a plan with managed experts.
+
+        It has file offsets, memory layout, how misses are served, and checksums.
+        """
         library = self._bindings.library()
         spec = store_spec(config, self._model, plan, self._misses)
         spec = with_layouts(spec, config, self._model, plan, library)
@@ -137,6 +139,8 @@ def importance_window(config: Config, plan: Plan) -> int:
 
 
 def has_flash(config: Config, plan: Plan) -> bool:
-    """Return whether flash attention is used. It cannot keep the weights of all queries, which
-    `importance=exact` needs."""
+    """Return whether flash attention is used.
+
+    It cannot keep the weights of all queries, which `importance=exact` needs.
+    """
     return importance_window(config, plan) >= 0

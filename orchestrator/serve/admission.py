@@ -334,8 +334,10 @@ class SlotManager:
 
 
 def client_left() -> Refusal:
-    """Return the refusal for a request whose client has disconnected. 499 is nginx's status for
-    this; only the log shows it."""
+    """Return the refusal for a request whose client has disconnected.
+
+    499 is nginx's status for this; only the log shows it.
+    """
     return Refusal(499, "the client has left")
 
 
@@ -409,8 +411,9 @@ class Bodies:
     async def run(
         self, call: Callable[[], T], client: str, give_up: Callable[[], None] = lambda: None
     ) -> T:
-        """Run `call`, which reads one body, on a thread at the client's turn, and return its
-        result.
+        """Run `call` on a thread at the client's turn, and return its result.
+
+        `call` reads one body.
 
         If this is cancelled before the turn, `call` never runs. If it is cancelled later, give_up
         asks `call` to end soon, and this method returns after that.
@@ -425,8 +428,10 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. data: its bytes, until the turn of the request. The owner calls
-    `take` at the end in any case."""
+    """The body of one request.
+
+    data: its bytes, until the turn of the request. The owner calls `take` at the end in any case.
+    """
 
     def __init__(self, bodies: Bodies, longest_bytes: int, client: str = "") -> None:
         """longest_bytes: the longest allowed body. client: a key or an address."""

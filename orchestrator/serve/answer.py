@@ -1,5 +1,7 @@
-"""One generating request: waits for its turn, streams its answer, handles timeouts and
-disconnects."""
+"""One generating request.
+
+It waits for its turn, streams its answer, and handles timeouts and disconnects.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,10 @@ class Outlet:
         await self.part(PING)
 
     async def fail(self, refusal: Refusal) -> None:
-        """End the response with an error: as the HTTP status, or as an event if the stream has
-        begun."""
+        """End the response with an error.
+
+        It is sent as the HTTP status, or as an event if the stream has begun.
+        """
         error = json.dumps(refusal.as_object(), ensure_ascii=False).encode()
         if self.status is None:
             await self.begin(refusal.status, JSON, refusal.headers)
@@ -283,8 +287,10 @@ class Exchange:
         turn.result()  # raises Refusal if another client got the place
 
     async def _check(self) -> None:
-        """Raise Refusal if the prompt is too long. With a shared context, `settle_length` has
-        already checked this."""
+        """Raise Refusal if the prompt is too long.
+
+        With a shared context, `settle_length` has already checked this.
+        """
         if self.served.parallel == 1:
             work = partial(check_length, self.route, self.body.data, self.served, self.body)
             await self.body.run(work)
@@ -298,8 +304,11 @@ class Parts:
     """The parts of an answer, for one coroutine. Call `close` at the end in any case."""
 
     def __init__(self, answer: Answer, at_end: Callable[[], None]) -> None:
-        """at_end: called once in the event loop when the computation has ended, even if parts of
-        the answer are still unread."""
+        """Prepare the response.
+
+        at_end: called once in the event loop when the computation has ended, even if parts of the
+        answer are still unread.
+        """
         self._loop = asyncio.get_running_loop()
         self._answer, self._at_end = answer, at_end
         self._pace = Pace(self._loop.time)

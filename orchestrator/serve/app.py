@@ -251,8 +251,10 @@ async def _read_of(state: State, route: str) -> tuple[int, bytes]:
 
 
 async def metrics_of(state: State) -> str:
-    """Return llama.cpp's metrics and our own, in Prometheus' format. Raises Refusal if no model is
-    loaded."""
+    """Return llama.cpp's metrics and our own, in Prometheus' format.
+
+    Raises Refusal if no model is loaded.
+    """
     _, text = await _read_of(state, "/metrics")
     return text.decode() + metrics_text(state, state.ready())
 

@@ -60,8 +60,10 @@ class Words:
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        """Patterns that match one word each. Computed on first use; finding all marks takes
-        0.05 s."""
+        """Patterns that match one word each.
+
+        Computed on first use; finding all marks takes 0.05 s.
+        """
         if not self._by_byte:
             return [re.compile(r"[^\n]+"), re.compile(r"\n+")]
         marks = "".join(chr(n) for n in _MARKED if unicodedata.category(chr(n)).startswith("M"))

@@ -149,8 +149,10 @@ class Rewriter:
         return unquote(fragment)
 
     def _at(self, pointer: str) -> Any:
-        """Return the value at a JSON pointer. Raises KeyError, IndexError, ValueError,
-        TypeError."""
+        """Return the value at a JSON pointer.
+
+        Raises KeyError, IndexError, ValueError, TypeError.
+        """
         target = self.root
         for part in pointer.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")

@@ -108,8 +108,8 @@ class Door:
             )
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            brought = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            key = brought.encode("latin-1")
+            given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            key = given.encode("latin-1")
             if not any(hmac.compare_digest(key, each) for each in state.keys):
                 return Refusal(
                     401, "the API key is missing or wrong: send Authorization: Bearer KEY"

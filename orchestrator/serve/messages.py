@@ -187,8 +187,10 @@ def _anthropic(message: Item) -> Iterator[Item]:
 
 
 def _block(block: Item) -> Item:
-    """Rewrite a content block of Anthropic's format. llama.cpp ignores `is_error`, so an error is
-    marked in the text."""
+    """Rewrite a content block of Anthropic's format.
+
+    llama.cpp ignores `is_error`, so an error is marked in the text.
+    """
     if block.get("type") == "tool_use":
         return {**block, "input": json.loads(whole_arguments(block.get("input")))}
     if block.get("type") == "tool_result" and block.get("is_error") is True:

@@ -40,8 +40,10 @@ class OllamaRequest:
     """
 
     def __init__(self, route: str, data: dict[str, Any], n_ctx: int) -> None:
-        """data: the request, parts of which are shared with the new one. n_ctx: context length in
-        tokens. Raises Refusal for a request that cannot be served."""
+        """data: the request, parts of which are shared with the new one.
+
+        n_ctx: context length in tokens. Raises Refusal for a request that cannot be served.
+        """
         settle_fields(route, data, n_ctx)
         self._is_chat, self._model = route == OLLAMA_CHAT, data.get("model", "")
         self.route = COMPLETIONS if data.get("raw") else CHAT

@@ -1,5 +1,7 @@
-"""Prepares a request for llama.cpp's server: checks its fields, limits its costs, and translates
-fields that llama.cpp does not read."""
+"""Prepares a request for llama.cpp's server.
+
+Checks its fields, limits its costs, and translates fields that llama.cpp does not read.
+"""
 
 from __future__ import annotations
 
@@ -588,8 +590,10 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
 
 
 def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return an answer's schema as llama.cpp enforces it. Raises Refusal if that is not
-    possible."""
+    """Return an answer's schema as llama.cpp enforces it.
+
+    Raises Refusal if that is not possible.
+    """
     made, lost = rewritten(schema, where)
     if lost:
         raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")
@@ -738,19 +742,19 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     each = (STREAM_BYTES if data.get("stream") else WHOLE_BYTES) * (2 if data.get("verbose") else 1)
     n_prompts = _prompts(data.get("prompt"))
     most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
-    room = most // (n_probs + 1)
+    n_allowed = most // (n_probs + 1)
     of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
-    if room < 1:
+    if n_allowed < 1:
         raise Refusal(400, f"{name} is {n_probs}, but {of} has memory for {max(0, most - 1)}")
     limit = limit_of(data)
     if limit is None:
-        if room < most_tokens:
-            _limit(data, room)
-    elif min(limit, most_tokens) > room:
+        if n_allowed < most_tokens:
+            _limit(data, n_allowed)
+    elif min(limit, most_tokens) > n_allowed:
         raise Refusal(
             400,
             f"{of} has no memory for {limit} tokens with {n_probs} alternatives each: "
-            f"request at most {room} tokens, fewer alternatives"
+            f"request at most {n_allowed} tokens, fewer alternatives"
             + ("" if data.get("stream") else ", or a stream"),
         )
 
@@ -775,8 +779,8 @@ def settle_length(
     """Limit an answer that shares the context, and return the number of KV cells to reserve.
 
     An answer without a limit may fill its slot's even share of the context, and gets at least
-    RESERVED_TOKENS if the context has so many. n_answers: answers to one prompt. Raises Refusal if
-    the prompt is too long, like check_length.
+    RESERVED_TOKENS if the context is that large. n_answers: answers to one prompt. Raises Refusal
+    if the prompt is too long, like check_length.
     """
     body, most = written(data), served.about.n_ctx
     counted = check_length(route, body, served, asker)

@@ -215,8 +215,10 @@ class Running:
         note: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        """note: gets messages for the user at the terminal. Raises MoeEdgeError for wrong settings
-        or a model file that cannot be read."""
+        """note: gets messages for the user at the terminal.
+
+        Raises MoeEdgeError for wrong settings or a model file that cannot be read.
+        """
         self._service = Service(config, settings, note)
         self._note, self._progress = note, progress
         self._socket = listen(settings)

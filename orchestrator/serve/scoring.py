@@ -123,11 +123,13 @@ async def score(state: State, served: Served, body: Body) -> Iterator[bytes]:
 
 
 def _prompts(served: Served, body: bytes) -> tuple[dict[str, Any], list[Prompt]]:
-    """Return (request, its prompts). Can take seconds for long texts. Raises Refusal for prompts
-    that cannot be scored."""
+    """Return (request, its prompts).
+
+    Can take seconds for long texts. Raises Refusal for prompts that cannot be scored.
+    """
     data = json.loads(body)
     model, room = served.runtime.vocabulary, served.about.n_ctx - data["max_tokens"]
-    prompts = [_read(model, asked, room) for asked in _asked(data.get("prompt"))]
+    prompts = [read_prompt(model, asked, room) for asked in _asked(data.get("prompt"))]
     n_tokens, most = sum(len(prompt.tokens) for prompt in prompts), served.most_scored
     if n_tokens > most:
         raise Refusal(
@@ -145,15 +147,17 @@ def _scored(
     n_generated: int,
     goes_on: Callable[[], bool],
 ) -> tuple[list[tuple[Scores, Text]], dict[str, Any]]:
-    """Return ((scores, text) of each prompt, costs of all). Runs on a thread. Raises like
-    _logits."""
+    """Return ((scores, text) of each prompt, costs of all).
+
+    Runs on a thread. Raises like _logits.
+    """
     found = []
     with served.runtime.evaluator() as evaluator:
         began_s = monotonic()
         for prompt in prompts:
             read = prompt.tokens if n_generated else prompt.tokens[:-1]
             rows = _logits(evaluator, read.tolist(), goes_on) if len(read) else ()
-            scores = _judged(prompt, rows, top, n_generated)
+            scores = judged(prompt, rows, top, n_generated)
             found.append((scores, _text_of(served.runtime.vocabulary, scores, prompt.text)))
         costs = evaluator.costs()
     timings = {
@@ -190,7 +194,7 @@ def _logits(
         yield part
 
 
-def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
+def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Score the tokens of a prompt, except the hidden ones.
 
     parts: logits float32 [m, n_vocab] of the prompt's tokens in order, without the last token if
@@ -217,8 +221,10 @@ def _judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: 
 def _written(
     name: str, model: Model, found: Sequence[tuple[Scores, Text]], timings: dict[str, Any]
 ) -> Iterator[bytes]:
-    """Yield the answer in the format of OpenAI's completions, piece by piece. As one text it would
-    take many times the memory of the scores."""
+    """Yield the answer in the format of OpenAI's completions, piece by piece.
+
+    As one text it would take many times the memory of the scores.
+    """
     n_prompt, n_generated = timings["prompt_n"], timings["predicted_n"]
     head = {
         "id": f"cmpl-{uuid4().hex}",
@@ -333,7 +339,7 @@ def _are_tokens(values: list[Any]) -> bool:
     return bool(values) and all(type(each) is int for each in values)
 
 
-def _read(model: Model, asked: str | list[int], most: int) -> Prompt:
+def read_prompt(model: Model, asked: str | list[int], most: int) -> Prompt:
     """Tokenize a prompt. most: the most tokens that fit in the context. Raises Refusal."""
     if isinstance(asked, str):
         # A text that starts with the BOS token's name gets no second BOS.

@@ -32,8 +32,10 @@ MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return the limit of scored tokens per request. config: that of the model, whose `ctx` is the
-    context of one sequence."""
+    """Return the limit of scored tokens per request.
+
+    config: that of the model, whose `ctx` is the context of one sequence.
+    """
     return max(SCORED_MOST, config.ctx or 0)
 
 

@@ -31,8 +31,10 @@ class Service:
     def __init__(
         self, config: Config, settings: ServeSettings, note: Callable[[str], None]
     ) -> None:
-        """note: gets the log lines and messages. Raises MoeEdgeError for wrong settings or a model
-        file that cannot be read."""
+        """note: gets the log lines and messages.
+
+        Raises MoeEdgeError for wrong settings or a model file that cannot be read.
+        """
         # These checks run before the model loads.
         with closing(ExpertModel.open(config.model, config.low)) as model:
             self._words = Words.of(model)
@@ -95,8 +97,10 @@ class Service:
         return served is None or served.runtime.close(end_s) or self._give_up()
 
     def drain(self) -> None:
-        """Stop a replica that has no requests left: save its conversations to --prompt-cache, and
-        free everything."""
+        """Stop a replica that has no requests left.
+
+        Save its conversations to --prompt-cache, and free everything.
+        """
         self.stop()
         self.close(monotonic() + DAY_S)
 

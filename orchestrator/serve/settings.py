@@ -169,8 +169,10 @@ _DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
 
 
 def answer_settings() -> list[Setting]:
-    """Return the settings for answers and conversations that a server has: defaults for requests
-    that do not set them."""
+    """Return the settings for answers and conversations that a server has.
+
+    They are the defaults for requests that do not set them.
+    """
     own = Config.declared()
     conversation = [each for each in own.values() if each.conversation]
     return [own[name] for name in _DEFAULTS] + conversation

@@ -46,8 +46,10 @@ class State:
         self.bodies = Bodies(self.quick, lambda: self.stopping)
 
     def ready(self) -> Served:
-        """Return the model. Raises Refusal while it loads, during shutdown, and if the model file
-        has changed."""
+        """Return the model.
+
+        Raises Refusal while it loads, during shutdown, and if the model file has changed.
+        """
         if self.stopping:
             raise STOPPING
         if self.served is None:

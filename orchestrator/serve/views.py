@@ -57,8 +57,10 @@ def _digest(text: str, tag: str) -> str:
 
 
 def picture(runtime: Runtime) -> dict[str, Any]:
-    """Return the data of the page: the model, the tier of each expert, usage counts, cache hits,
-    bytes read, and memory in use.
+    """Return the data of the page.
+
+    It has the model, the tier of each expert, usage counts, cache hits, bytes read, and memory in
+    use.
 
     resident and used: uint8 and little-endian uint32 [layers, experts] in base64. streams_below: if
     no expert is managed, a --ram in bytes at which some experts would come from the disk.

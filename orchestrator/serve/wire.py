@@ -63,8 +63,10 @@ _WITHOUT_TIMINGS = (ANTHROPIC, RESPONSES)
 
 
 class Refusal(Exception):
-    """An error response: an HTTP status and one sentence. more: further fields of the error; they
-    override the standard ones."""
+    """An error response: an HTTP status and one sentence.
+
+    more: further fields of the error; they override the standard ones.
+    """
 
     def __init__(self, status: int, message: str, **more: Any) -> None:
         super().__init__(message)
@@ -142,8 +144,10 @@ def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object. Raises Refusal for anything else, for nesting deeper than
-    MOST_DEPTH, and for lone surrogates."""
+    """Parse a body as a JSON object.
+
+    Raises Refusal for anything else, for nesting deeper than MOST_DEPTH, and for lone surrogates.
+    """
     try:
         data = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
         if _HALVES.search(body):
@@ -189,8 +193,10 @@ def _no_constant(name: str) -> float:
 
 
 def without_empty_events(events: bytes) -> bytes:
-    """Return a stream's events without the empty ones (`data: null`), which llama.cpp sends between
-    the answers to several prompts."""
+    """Return a stream's events without the empty ones (`data: null`).
+
+    llama.cpp sends empty events between the answers to several prompts.
+    """
     if not events.startswith(_EMPTY_EVENT) and EVENT_END + _EMPTY_EVENT not in events:
         return events
     kept = [each for each in events.split(EVENT_END) if each + EVENT_END != _EMPTY_EVENT]
@@ -267,8 +273,10 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Whether this part of an answer should get the costs: it has `timings`, or is complete and its
-    path never has them."""
+    """Whether this part of an answer should get the costs.
+
+    It should if it has `timings`, or if it is complete and its path never has them.
+    """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
     return b'"timings"' in part or _SUMMARY.encode() in part
@@ -292,8 +300,11 @@ def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) 
 
 
 def _extend_timings(text: bytes, ours: bytes) -> bytes:
-    """Insert the costs at the start of `timings`. Inside a JSON string the quotes of the name would
-    be escaped, so this matches only property names."""
+    """Insert the costs at the start of `timings`.
+
+    Inside a JSON string the quotes of the name would be escaped, so this matches only property
+    names.
+    """
     return _TIMINGS.sub(lambda found: found[0] + ours + (b"" if found[1] else b","), text)
 
 
@@ -307,8 +318,9 @@ def _append_timings(text: bytes, ours: bytes) -> bytes:
 
 
 def mapped(part: bytes, is_stream: bool, change: Callable[[Any], Any]) -> bytes:
-    """Apply `change` to the JSON of a part of an answer: to all of it, or to each event of a
-    stream.
+    """Apply `change` to the JSON of a part of an answer.
+
+    It is applied to all of it, or to each event of a stream.
 
     This blocks all other threads, because one call of `json` holds Python's lock. Complete answers
     are short enough for that: 240 KB with probabilities, the most that fits in memory, take 12 ms,

@@ -1,4 +1,4 @@
-// The KV cells of several sequences: where they are placed, how many are used, and which memory is released when cells
+// The KV cells of several sequences: their places, how many are used, and which memory is released when cells
 // are removed.
 
 #pragma once

@@ -45,7 +45,7 @@ void moe_edge_load::finds(int32_t in_host_slot) {
 }
 
 void moe_edge_load::take_slot(int32_t slot) {
-    require(slotless(), "a load that has a slot takes another one");
+    require(slotless(), "a load that has a slot takes a second slot");
     to = slot;
 }
 
@@ -67,7 +67,7 @@ void moe_edge_load::ask() {
 }
 
 void moe_edge_load::reserve(int32_t in_host_slot) {
-    require(in_host < 0 && (at == stage::QUEUED || at == stage::READING) && in_host_slot >= 0, "a load takes room in the host tier twice");
+    require(in_host < 0 && (at == stage::QUEUED || at == stage::READING) && in_host_slot >= 0, "a load takes a slot of the host tier twice");
     in_host = in_host_slot;
 }
 
@@ -115,7 +115,7 @@ void moe_edge_load::give_up() {
 }
 
 void moe_edge_load::revoke() {
-    require(why == purpose::TRANSITION, "what is no transition is revoked");
+    require(why == purpose::TRANSITION, "a load that is no transition is revoked");
     why = purpose::DEMAND;
     give_up();
 }
@@ -129,7 +129,7 @@ void moe_edge_load::fail() {
 std::string moe_edge_load::check(bool staged) const {
     const bool holds = in_host >= 0;
     if (in_place() != std::holds_alternative<std::monostate>(to) || (in_place() && !staged)) {
-        return "a load and where it goes do not match";
+        return "a load and its destination do not match";
     }
     if (!staged && (holds || at > stage::READING)) {
         return "a load without a host tier has something there";
@@ -189,7 +189,7 @@ void moe_edge_cell::end() {
 }
 
 void moe_edge_cell::publish() {
-    require(bringing && bringing->arrived() && bringing->good() && bringing->has_slot(), "a load is published before it is there");
+    require(bringing && bringing->arrived() && bringing->good() && bringing->has_slot(), "a load is published before it has arrived");
     require(!resident(), "two versions are resident");
     of_tier = bringing->tier();
     in_slot = bringing->slot();
@@ -197,12 +197,12 @@ void moe_edge_cell::publish() {
 }
 
 void moe_edge_cell::move(int32_t slot) {
-    require(resident() && slot >= 0 && slot != in_slot, "what is not resident is moved, or to where it is");
+    require(resident() && slot >= 0 && slot != in_slot, "a version that is not resident is moved, or one is moved to its own slot");
     in_slot = slot;
 }
 
 void moe_edge_cell::drop() {
-    require(resident(), "what is not resident is dropped");
+    require(resident(), "a version that is not resident is dropped");
     of_tier = NO_TIER;
     in_slot = -1;
 }
@@ -218,7 +218,7 @@ std::string moe_edge_cell::check(bool staged) const {
         return "a transition from nothing";
     }
     if (resident() && bringing->tier() == of_tier) {
-        return "what is resident is loaded again";
+        return "a resident version is loaded again";
     }
     // any other load that has arrived must have been published or discarded
     if (bringing->arrived() && !in_transition() && !serves() && !(pinned() && satisfied() && bringing->has_slot() && bringing->good())) {

@@ -34,7 +34,7 @@ std::string moe_edge_store::check() {
             }
             // The order of the two calls matters: both results only ever change from false to true.
             if (host && loading && load->copied() && device->passed(s.after) && !device->passed(s.behind)) {
-                return format("group %zu, slot %d: a copy overtook what it comes behind", g, i);
+                return format("group %zu, slot %d: a copy overtook the copy that it had to wait for", g, i);
             }
         }
         in_use += pool.in_use() * pool.slot_bytes;
@@ -73,7 +73,7 @@ std::string moe_edge_store::check() {
             continue;
         }
         if (load->has_slot() && pool_of(i, load->tier())[load->slot()].cell != i) {
-            return wrong("its load's slot is another one's");
+            return wrong("its load's slot belongs to another cache entry");
         }
         if (load->copied() && pool_of(i, load->tier())[load->slot()].after == 0) {
             return wrong("its copy has no ticket");

@@ -161,7 +161,7 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
     moe_edge_room room = { ctx.scratch.touched(ctx.backend_cpu), n_bytes, (int32_t) n_tokens, (int32_t) n_ubatch, 0, 0 };
     given = {};
     if (model->store->room_callback(&room, model->store->room_user) != 0) {
-        refuse("there is no room for the step");
+        refuse("there is not enough memory for the step");
         return;
     }
     if (room.drop_scratch) {

@@ -363,7 +363,7 @@ class mul_mat_id {
         }
     }
 
-    // Takes units [first, last) for this thread: a fraction of the remaining units, and a single one at the end. Memory
+    // Takes units [first, last) for this thread: a fraction of the remaining units, and one unit at the end. Memory
     // is then read in long streams, and no thread waits long for another thread.
     std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
         int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;

@@ -47,7 +47,7 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-// Of its lane; ticket_of puts the lane into the top byte.
+// Returns a ticket's number within its lane. ticket_of puts the lane into the top byte.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
 // Whether every expert has the same tier in both tables on the device.

@@ -99,7 +99,7 @@ class moe_edge_cuda_device : public moe_edge_device {
     // Whether kernels can read pinned memory of alloc_host at the host's own address.
     bool same_address() const { return reads_host; }
 
-    // With at least so many bytes; the caller holds its mutex. Null memory: there is none.
+    // Returns a buffer of at least `bytes` bytes; the caller holds its mutex. Its memory is null if there is none.
     moe_edge_cuda_exchange & exchange_of(uint64_t bytes);
     moe_edge_cuda_exchange   exchange;
 

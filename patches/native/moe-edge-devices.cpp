@@ -28,20 +28,20 @@ struct known_devices {
 known_devices & known = *new known_devices;
 
 // Returns the number after a prefix, of up to 9 digits, or -1 if the name is anything else.
-int32_t number_behind(const std::string & name, const std::string & prefix) {
+int32_t number_after(const std::string & name, const std::string & prefix) {
     const std::string digits = name.compare(0, prefix.size(), prefix) == 0 ? name.substr(prefix.size()) : "";
     const bool number = !digits.empty() && digits.size() <= 9 && digits.find_first_not_of("0123456789") == std::string::npos;
     return number ? std::stoi(digits) : -1;
 }
 
 known_device open_device(const std::string & name) {
-    const int32_t delay = name == "host" ? 0 : number_behind(name, "host:");
+    const int32_t delay = name == "host" ? 0 : number_after(name, "host:");
     if (delay >= 0) {
         auto host = std::make_unique<moe_edge_host_device>(delay);
         auto * device = host.get();
         return { device, static_cast<ggml_backend_buffer_type_t>(moe_edge_buffer_type()), std::move(host) };
     }
-    const int32_t index = number_behind(name, "cuda");
+    const int32_t index = number_after(name, "cuda");
     if (index < 0) {
         refuse("there is no device '%s': known are cuda0, cuda1, ... and host", name.c_str());
     }

@@ -138,7 +138,7 @@ std::string moe_edge_store::check_limit() const {
     }
     if (usable != stats.slot_bytes || usable > stats.budget_bytes || stats.slot_bytes_in_use > usable + bytes_beyond() ||
         (bytes_beyond() > 0 && owed_bytes == 0)) {
-        return format("slots of %llu bytes may be used, %llu counted, %llu in use, %llu of them behind the limit",
+        return format("slots of %llu bytes may be used, %llu counted, %llu in use, %llu of them beyond the limit",
             (unsigned long long) usable, (unsigned long long) stats.slot_bytes, (unsigned long long) stats.slot_bytes_in_use,
             (unsigned long long) bytes_beyond());
     }
@@ -149,7 +149,7 @@ std::string moe_edge_store::check_limit() const {
         std::vector<unsigned char> resident((last - first) / MOE_EDGE_BLOCK);
         if (mincore(first, last - first, resident.data()) != 0 ||
             std::any_of(resident.begin(), resident.end(), [](unsigned char page) { return (page & 1) != 0; })) {
-            return "memory behind the limit is still there";
+            return "memory beyond the limit is still allocated";
         }
     }
     return {};

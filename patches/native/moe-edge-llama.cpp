@@ -19,7 +19,7 @@ moe_edge_registry moe_edge_attached;
 namespace {
 
 // The reason for the latest failed load or context of this thread, and the string that was returned last.
-thread_local std::string load_error, told_load_error;
+thread_local std::string load_error, returned_load_error;
 
 // The matrix of all expert tensors in a model loaded without memory, which computes nothing.
 moe_edge_matrix unloaded;
@@ -259,9 +259,9 @@ int moe_edge_store_bind(moe_edge_store * store, int32_t layer, int32_t kind, voi
 }
 
 const char * moe_edge_load_error(void) {
-    told_load_error = std::move(load_error);
+    returned_load_error = std::move(load_error);
     load_error.clear();
-    return told_load_error.empty() ? nullptr : told_load_error.c_str();
+    return returned_load_error.empty() ? nullptr : returned_load_error.c_str();
 }
 
 void moe_edge_get_memory(void * context, moe_edge_memory * out) {

@@ -441,7 +441,7 @@ uint64_t moe_edge_store::wait_done(std::unique_lock<std::mutex> & lock, int ms) 
         return now_us() - t0;
     }
     if (!reads.simulate_next(took_us)) {
-        fail_locked("the simulation waits for an expert that nobody reads");
+        fail_locked("the simulation waits for an expert that no thread reads");
     }
     return took_us;
 }

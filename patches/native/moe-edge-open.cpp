@@ -49,7 +49,7 @@ const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     const bool known = s.type >= 0 && s.type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) s.type) > 0 && s.interleaved_rows > 0;
     const auto * kernels = known ? moe_edge_kernels_of(s.type, row_length(s), s.interleaved_rows) : nullptr;
     if (!kernels || ggml_row_size((ggml_type) s.type, row_length(s)) * s.interleaved_rows != s.expert_bytes) {
-        refuse("store: this CPU has no layout of its own for a matrix that was to have one");
+        refuse("store: this CPU has no layout of its own for a matrix that must have one");
     }
     return kernels;
 }
@@ -225,7 +225,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         split |= pools[g].on_host;
         const bool direct = !device || pools[g].on_host;
         if (group.place != MOE_EDGE_MISS_COPY && !pools[g].on_host) {
-            refuse("store: group %d: slots beside a device's are for the host's threads to compute", g);
+            refuse("store: group %d: slots next to a device's are for the host's threads to compute", g);
         }
         if (group.n_slots < 1 || group.slot_bytes == 0 || (direct && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
             group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {

@@ -176,7 +176,7 @@ void moe_edge_reads::loop() {
 
 bool moe_edge_reads::read_one(std::unique_lock<std::mutex> & lock) {
     moe_edge_read read;
-    if (queue.empty() || !whose.begin_read(&lock, read)) {
+    if (queue.empty() || !user.begin_read(&lock, read)) {
         return false;
     }
     lock.unlock();
@@ -187,9 +187,9 @@ bool moe_edge_reads::read_one(std::unique_lock<std::mutex> & lock) {
         ? moe_edge_files::part_crc(*read.slices, read.expert, read.slot, read.part, read.parts) : 0;
     lock.lock();
 
-    whose.end_read(&lock, read, why, t1 - t0, crc);
+    user.end_read(&lock, read, why, t1 - t0, crc);
     transiting &= !read.background;
-    whose.wake();
+    user.wake();
     return true;
 }
 
@@ -211,7 +211,7 @@ void moe_edge_reads::wake_threads() {
     }
     while (simulation->has_idle_thread() && (urgent() || may_transit())) {
         moe_edge_read read;
-        if (!whose.begin_read(nullptr, read)) {
+        if (!user.begin_read(nullptr, read)) {
             continue;
         }
         const uint64_t bytes = read.slices->expert_bytes;
@@ -242,14 +242,14 @@ void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
 
 void moe_edge_reads::simulate_until(uint64_t ns) {
     for (;;) {
-        whose.wake();
+        user.wake();
         // A transition that the rate limit delays starts on time, unless an urgent read comes first.
         const bool held = !queue.empty() && !urgent() && !transiting && simulation->has_idle_thread();
         const uint64_t next = held ? transition_at * 1000 : UINT64_MAX;
         if (simulation->busy() && simulation->next_done() <= std::min(next, ns)) {
             uint64_t took_ns = 0;
             const moe_edge_read read = simulation->finish(took_ns);
-            whose.end_read(nullptr, read, {}, took_ns / 1000, 0);
+            user.end_read(nullptr, read, {}, took_ns / 1000, 0);
             transiting &= !read.background;
         } else if (next <= ns) {
             simulation->set_now(next);

@@ -136,7 +136,7 @@ class moe_edge_reads {
         ~owner() = default;
     };
 
-    moe_edge_reads(owner & whose, std::mutex & mutex) : whose(whose), mutex(mutex) {}
+    moe_edge_reads(owner & user, std::mutex & mutex) : user(user), mutex(mutex) {}
     ~moe_edge_reads() { stop(); }
     moe_edge_reads(const moe_edge_reads &) = delete;
     moe_edge_reads & operator=(const moe_edge_reads &) = delete;
@@ -174,7 +174,7 @@ class moe_edge_reads {
     bool may_transit() const { return !queue.empty() && !transiting && now() >= transition_at; }
     void simulate_until(uint64_t ns);
 
-    owner &                  whose;
+    owner &                  user;
     std::mutex &             mutex;
     std::condition_variable  work;
     std::vector<std::thread> threads;

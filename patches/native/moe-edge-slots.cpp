@@ -160,7 +160,7 @@ std::string moe_edge_pool::check() const {
             return at_slot(i, "it is free and owned, or neither");
         }
         if (s.is == state::FREE && (s.passing || s.prefetched)) {
-            return at_slot(i, "it is free and filled for somebody");
+            return at_slot(i, "it is free, but marked as prefetched or streamed");
         }
         if (s.is == state::FILLING && s.prefetched) {
             return at_slot(i, "it is not complete and waits for its first use");
@@ -168,11 +168,11 @@ std::string moe_edge_pool::check() const {
     }
     for (const int32_t i : free) {
         if (slots[i].is != state::FREE || i >= n_usable) {
-            return at_slot(i, "it is in use or behind the limit, and among the free ones");
+            return at_slot(i, "it is in use or beyond the limit, and among the free ones");
         }
     }
     if (used != in_use() || used_beyond != beyond || complete != listed) {
-        return std::to_string(used) + " in use, " + std::to_string(beyond) + " of them behind the limit, and " +
+        return std::to_string(used) + " in use, " + std::to_string(beyond) + " of them beyond the limit, and " +
             std::to_string(free.size()) + " free of " + std::to_string(n_usable) + " slots, " + std::to_string(complete) + " complete and " +
             std::to_string(listed) + " listed";
     }

@@ -1,7 +1,7 @@
 // A store on a device: reads go from the files into the host tier, and copies from there to the device.
 //
 // If the host tier has a requested slice, the requesting thread enqueues the copy itself. A separate thread enqueues
-// copies that no op waits for, a few at a time, so that few of them are ahead of a demand copy and stale ones can be
+// copies that no op waits for, a few at a time. Few of them are then ahead of a demand copy, and stale copies can be
 // cancelled.
 
 #include "moe-edge-store.h"

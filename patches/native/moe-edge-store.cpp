@@ -324,13 +324,13 @@ bool moe_edge_store::whole_comes(int32_t cell) const {
     return false;
 }
 
-// What next() waits for, when it waits for what is left of an op.
+// Returns the reason why next() waits for the rest of an op.
 int32_t moe_edge_store::cause_of_wait(const op_state & op) const {
     int32_t cause = MOE_EDGE_WAIT_DISK;
     for (const int32_t cell : op.remaining) {
         const auto * load = cells[cell].load();
         if (!load || load->in_transition() || load->given_up()) {
-            cause = MOE_EDGE_WAIT_TRANSITION;  // what holds the slot that it needs
+            cause = MOE_EDGE_WAIT_TRANSITION;  // a transition holds the slot that it needs
         } else if (load->stage() == moe_edge_stage::QUEUED && staged(cell, load->tier()) && load->host_slot() < 0) {
             cause = MOE_EDGE_WAIT_HOST_TIER;
         } else {

@@ -14,7 +14,7 @@
 // slot when its read starts (on a device, when its copy starts) and is dropped if there is no slot. If a step requests
 // the expert earlier, the load takes a slot immediately.
 //
-// If the slots are on a device, the I/O threads fill slots of the host tier, and a load ends with one copy, which is
+// If the slots are on a device, the I/O threads fill slots of the host tier. A load ends with one copy, which is
 // enqueued as soon as the bytes are complete. From then on the slot counts as complete: an op that reads it first waits
 // for the copy's ticket, on the device. A load may also end in the host tier (see moe_edge_miss): the op that requested
 // it then uses the bytes there.
@@ -338,7 +338,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<op_state>       ops;   // [n_layers * N_KINDS]
     std::unique_ptr<moe_edge_host_tier> host;          // with a device only
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
-    double                      copy_s_per_byte = 0.0;  // of misses, infinite where they cannot go this way
+    double                      copy_s_per_byte = 0.0;  // of misses, infinite if this way is not possible
     double                      round_trip_s = 0.0;
     // Expected and measured seconds of the host threads for experts that the device lacks. Both are decayed sums that
     // start from the same prior, so that computing on the host is tried again after it was too slow.
@@ -393,7 +393,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
                                                      // destroyed
 };
 
-bool moe_edge_is_in_turn();  // what moe_edge_in_turn() was told last
+bool moe_edge_is_in_turn();  // the latest argument of moe_edge_in_turn()
 
 // A store waits for a model from when it is created until one takes it (moe-edge.h).
 void moe_edge_await_model(moe_edge_store * store);

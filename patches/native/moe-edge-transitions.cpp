@@ -70,7 +70,7 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     return admitted;
 }
 
-// Ends a transition if it is complete, and returns whether it was. Called at a step boundary, where no op reads an
+// Ends a transition if it is complete, and returns whether it was. Called at a step boundary, when no op reads an
 // expert. All its matrices are published together; if a read failed, none is.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
@@ -96,7 +96,7 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
-// Publishes all complete transitions. Called at a step boundary, where no op reads an expert.
+// Publishes all complete transitions. Called at a step boundary, when no op reads an expert.
 void moe_edge_store::conclude_transitions() {
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());

@@ -234,7 +234,7 @@ struct moe_edge_step {
 // Returns 0, or another value to make the step fail although it was computed.
 typedef int (*moe_edge_step_cb)(const struct moe_edge_step * step, void * user);
 
-// What the thread that decodes waits for.
+// The reasons for which the thread that decodes waits.
 enum moe_edge_wait {
     MOE_EDGE_WAIT_DISK       = 0,  // an expert that is read from disk
     MOE_EDGE_WAIT_HOST_TIER  = 1,  // a slot of the host tier, which an expert needs before it can be read
@@ -281,9 +281,9 @@ struct moe_edge_stats {
     uint64_t transitions_failed;   // the read failed, or a token needed the slot; the old version stayed
     uint64_t transition_bytes;     // read in the background
     uint64_t table_writes;         // changes of an entry of an expert table
-    uint64_t host_bytes;           // host memory behind the device, all of it allocated at the start
+    uint64_t host_bytes;           // memory of the host tier of the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
-    int32_t  host_pinned;          // 1 if the memory behind host_bytes is pinned
+    int32_t  host_pinned;          // 1 if the memory of host_bytes is pinned
     int32_t  misses;               // enum moe_edge_miss in effect: the configured one, or copy if
                                    // auto was configured and the speed of copies is not known
     int32_t  reserved;
@@ -292,8 +292,8 @@ struct moe_edge_stats {
 // Returns the MOE_EDGE_ABI_VERSION that the library was compiled with.
 MOE_EDGE_API int32_t moe_edge_abi_version(void);
 
-// Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, with faster kernels
-// than for the layout of the file, and 0 otherwise. Both layouts have the same size.
+// Returns 1 if this CPU has its own layout for matrices of n_out rows of n_in values of this type, and 0 otherwise. Its
+// kernels are faster than those for the layout of the file. Both layouts have the same size.
 MOE_EDGE_API int32_t moe_edge_interleaves(int32_t type, int64_t n_in, int64_t n_out);
 
 // Extends a CRC-32 by n bytes and returns the new checksum, as zlib's crc32 does. crc is the checksum of the bytes
@@ -482,8 +482,8 @@ MOE_EDGE_API void moe_edge_get_stats(struct moe_edge_store * store, struct moe_e
 // Sets all counters to 0. Sizes and settings keep their values, and slot_bytes_peak becomes slot_bytes_in_use.
 MOE_EDGE_API void moe_edge_reset_stats(struct moe_edge_store * store);
 
-// Writes to out [n_layers, n_expert] the worst tier in which one of the expert's matrices is resident, so that all of
-// them are resident in that tier or a better one. MOE_EDGE_ABSENT if one matrix is not in memory.
+// Writes to out [n_layers, n_expert] the worst tier in which one of the expert's matrices is resident. All of them are
+// then resident in that tier or a better one. Writes MOE_EDGE_ABSENT if one matrix is not in memory.
 MOE_EDGE_API void moe_edge_get_resident(struct moe_edge_store * store, uint8_t * out);
 
 // Loads all matrices of the listed experts into free slots before the first token, and blocks until they are read. An

@@ -1,6 +1,6 @@
-"""What is generated in the documents; `make docs` writes it, and a test says when it is stale.
+"""Generated parts of the documents. `make docs` writes them, and a test fails if one is stale.
 
-PAGES are whole files. BLOCKS stand in a document between two marks:
+PAGES are whole files. BLOCKS are parts of a document between two marks:
 
     <!-- generated: NAME -->
     (the block)
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PAPERS = ("dymoe", "dynaexq", "firm", "context")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 WIDTH = 88
+# The default of samplers that are passed to llama.cpp only if they are given.
+UPSTREAM_DEFAULT = "llama.cpp's"
 
 
 def program():
@@ -33,14 +35,14 @@ def program():
 
 
 def commands_of(group):
-    """The commands of a group, which imports them late."""
+    """Return the commands of a group, which imports them lazily."""
     ctx = click.Context(group)
     found = {name: group.get_command(ctx, name) for name in group.list_commands(ctx)}
     return {name: command for name, command in found.items() if command is not None}
 
 
 def layers_block():
-    """The layers of the tests, the highest one first: a line each."""
+    """Return one line for each layer, the highest first."""
     lines = []
     for names in reversed(LAYERS):
         packages: dict[str, list[str]] = {}
@@ -53,7 +55,7 @@ def layers_block():
 
 
 def architectures_block():
-    """Those that tests prove, by whether there is look-ahead, and why not."""
+    """Return the tested architectures, grouped by the reason why look-ahead is missing."""
     from gguf_tools.experts import PROVEN
 
     groups: dict[str, list[str]] = {}
@@ -71,7 +73,7 @@ def architectures_block():
 
 
 def policies_block():
-    """What each policy does, in its own words."""
+    """Return a table of the policies and their summaries."""
     from orchestrator.policy import PLAIN, POLICIES
 
     rows = [
@@ -95,7 +97,7 @@ def paper_block(name):
 
 
 def settings_page():
-    """Every setting, by the record that declares it."""
+    """Return the page of all settings, grouped by the record that declares them."""
     from orchestrator.cli.options import of_policies
     from orchestrator.config import Config
     from orchestrator.policy import owners, policy_settings
@@ -104,11 +106,11 @@ def settings_page():
 
     parts = [
         "# Settings",
-        "Every setting as it is declared, with its range and its default. `make docs` writes this "
-        "page. A setting with an option can be given to `moe-edge chat` and to the commands that "
-        "run a model; all of them can be given to `Config.build` in Python and to "
-        "`--model_args` of [the harness](quality.md). The ones in italics are left out of "
-        "`--help`, and shown by `--help-all`.",
+        "Every setting with its range and default; `make docs` writes this page. Options belong "
+        "to `moe-edge chat` and the other commands that run a model. `Config.build` in Python and "
+        "`--model_args` of [the harness](quality.md) take all settings by name (`--high-tier` is "
+        "`high_tier`). Options in italics are shown by `--help-all` only, which also has the full "
+        "text of each.",
         "## Of every policy",
         settings_table(Config.declared().values(), *COMMON),
     ]
@@ -122,17 +124,32 @@ def settings_page():
 
 
 def settings_table(declared, *common):
-    """A row for each setting. common: groups whose options `--help` shows."""
-    rows = ["| setting | option | values | default | what it does |", "|---|---|---|---|---|"]
+    """A row for each setting, and one sentence for llama.cpp's samplers.
+
+    common: groups whose options `--help` shows.
+    """
+    declared = list(declared)
+    rows = ["| setting | values (default) | effect |", "|---|---|---|"]
+    samplers = [each for each in declared if default_of(each) == UPSTREAM_DEFAULT]
     for each in declared:
-        flag = f"`{each.flag}`" if each.option else ""
-        if flag and each.group not in common:
-            flag = f"*{flag}*"
-        rows.append(
-            f"| `{each.name}` | {flag} | {values_of(each)} "
-            f"| {default_of(each)} | {each.help} |".replace("|  |", "| |")
-        )
+        if each in samplers:
+            continue
+        name = f"`{each.flag if each.option else each.name}`"
+        if each.option and each.group not in common:
+            name = f"*{name}*"
+        effect = in_short(each.help) if each.option else each.help
+        default = f" ({default_of(each)})" if default_of(each) else ""
+        rows.append(f"| {name} | {values_of(each)}{default} | {effect} |")
+    if samplers:
+        names = ", ".join(f"*`{each.flag}`* ({values_of(each)})" for each in samplers)
+        rows += ["", f"Further samplers, with the meaning and the defaults of llama.cpp: {names}."]
     return "\n".join(rows)
+
+
+def in_short(text):
+    """The first sentence of a help text, or the whole text if that sentence has few words."""
+    first = re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
+    return first if len(first.split()) > 3 else text
 
 
 def default_of(declared):
@@ -142,11 +159,11 @@ def default_of(declared):
 
 
 def values_of(declared):
-    """What a setting may be."""
+    """Return the allowed values of a setting as text."""
     if declared.choices:
         return ", ".join(declared.choices)
     if declared.unit is not None:
-        return "a size as 64MiB" + (", or 0" if declared.unit == "rate" else "")
+        return "a size" + (" or 0" if declared.unit == "rate" else "")
     if bool in declared.kinds:
         return "yes or no"
     if declared.within is None:
@@ -154,7 +171,7 @@ def values_of(declared):
         return known.get(declared.metavar, "a name")
     low, high = declared.within
     upper = "or more" if high == float("inf") else f"to {high:,}"
-    return f"{'a number' if float in declared.kinds else 'a whole number'}, {low:,} {upper}"
+    return f"{low:,} {upper}"
 
 
 PAGES: dict[str, Callable[[], str]] = {"docs/settings.md": settings_page}
@@ -167,7 +184,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def documents():
-    """Every document, as a path from the repository's root."""
+    """Return the paths of all documents, from the repository's root."""
     patterns = ("*.md", "docs/**/*.md", "models/**/*.md")
     return sorted(
         path.relative_to(REPO).as_posix() for pattern in patterns for path in REPO.glob(pattern)
@@ -175,7 +192,7 @@ def documents():
 
 
 def renewed(name):
-    """The text of a document, with what is generated in it as it should be."""
+    """Return the text of a document with its generated parts renewed."""
     if name in PAGES:
         return PAGES[name]()
     text = (REPO / name).read_text()

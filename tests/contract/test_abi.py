@@ -1,4 +1,4 @@
-"""The installed llama_cpp is this checkout's build, and its library keeps the C header's word."""
+"""The installed llama_cpp is this checkout's build, and exports all functions of the header."""
 
 import importlib.metadata
 import json
@@ -40,7 +40,7 @@ def test_library_keeps_the_header(installed):
     assert {"moe_edge_abi_version", "moe_edge_buffer_type", "moe_edge_store_create"} <= set(symbols)
     libraries = sorted((installed / "lib").glob("lib*.so"))
     argument = json.dumps([[str(path) for path in libraries], symbols])
-    # In a child, so that a library that crashes while loading fails this test alone.
+    # in a child process, because a library may crash while it is loaded
     done = python("-c", build.CHECK, argument)
     assert done.returncode == 0, done.stderr
     missing, found = json.loads(done.stdout)
@@ -48,7 +48,7 @@ def test_library_keeps_the_header(installed):
     assert found == abi
 
 
-def test_no_library_is_there_twice(installed):
+def test_no_library_is_installed_twice(installed):
     files = sorted(path for path in (installed / "lib").iterdir() if path.is_file())
     assert all(path.suffix == ".so" for path in files), files
     contents = {path.read_bytes() for path in files}

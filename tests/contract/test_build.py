@@ -1,7 +1,7 @@
-"""The build tool on a toy upstream: never stale, never poisoned, clear about what is missing.
+"""The build tool with a toy upstream: no stale or broken builds, and clear errors.
 
-The toy has the shape of the real source distribution and takes seconds: one library of three
-sources, one of them ours. The tool runs as a user runs it, from a copy of this folder.
+The toy has the form of the real source distribution and takes seconds: one library of three
+sources, one of them ours. The tool runs as for a user, from a copy of this folder.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from patches import build
 from patches import tool as tool_module
 from patches.upstream import PATCHES, read_upstream
 
-HANG_S = 600  # only a build that hangs takes so long
+HANG_S = 600  # no correct build takes this long
 CMAKE = """
 cmake_minimum_required(VERSION 3.14)
 project(llama CXX)
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
-# Slow enough to be killed while it compiles.
+# Slow enough that a test can kill it while it compiles.
 add_custom_command(OUTPUT slow.cpp COMMAND sleep 0.7
     COMMAND ${CMAKE_COMMAND} -E touch slow.cpp)
 add_library(llama src/one.cpp src/two.cpp slow.cpp moe-edge/ours.cpp)
@@ -111,12 +111,12 @@ class Toy:
         return subprocess.Popen(command, env=clean, start_new_session=True, **both)
 
     def build(self, **environment):
-        """(wheel, what the tool said); fails the test when the build fails."""
+        """Build. Return (wheel, messages of the tool). Fail the test if the build fails."""
         out, said = self._ended(0, environment)
         return Path(out.strip()), said
 
     def fault(self, **environment):
-        """What the tool says of a build that fails."""
+        """Run a build that must fail, and return the tool's messages."""
         return self._ended(1, environment)[1]
 
     def _ended(self, status, environment):
@@ -126,7 +126,7 @@ class Toy:
         return out, said
 
     def answers(self, wheel):
-        """What the library in a wheel returns, loaded under a name of its own."""
+        """Load the library of a wheel from a new folder, and return what its functions return."""
         folder = self.root / f"load-{time.monotonic_ns()}"
         with zipfile.ZipFile(wheel) as archive:
             archive.extract("llama_cpp/lib/libllama.so", folder)
@@ -163,7 +163,7 @@ def test_every_edit_reaches_the_wheel(toy):
     (toy.patches / "series").write_text("")
     (toy.patches / "one.patch").unlink()
     fourth, _ = toy.build()
-    # Upstream's own bytes come back with upstream's old date, and are compiled all the same.
+    # Upstream's file returns with its old date, and must still be compiled.
     assert toy.answers(fourth)["one"] == 1
     fifth, _ = toy.build(CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-DX=1")
     assert len({first, second, third, fourth, fifth}) == 5
@@ -183,7 +183,7 @@ def test_edits_in_the_cache_are_undone_to_the_same_bytes(toy):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
 @pytest.mark.parametrize("delay", [0.4, 0.9, 1.5])
-def test_an_interrupted_build_poisons_nothing(toy, how, delay):
+def test_an_interrupted_build_is_repaired(toy, how, delay):
     process = toy.start()
     time.sleep(delay)
     os.killpg(process.pid, how)
@@ -207,10 +207,10 @@ def test_half_written_objects_of_a_killed_run_are_not_linked(toy, boot):
     assert toy.answers(toy.build()[0]) == {**ALL, "ours": 4}
 
 
-def test_a_killed_build_goes_on(toy):
-    """What was compiled is not compiled again, and what the log had is in it still."""
+def test_a_killed_build_continues(toy):
+    """Compiled objects are reused, and the log is continued."""
     if not any(map(shutil.which, ("ninja", "ninja-build"))):
-        pytest.skip("ninja is missing: make does not note what is complete")
+        pytest.skip("ninja is missing: make does not record finished objects")
     process = toy.start()
     while process.poll() is None:
         done = [path.read_text() for path in toy.cache.glob("moe-edge/build/*/.ninja_log")]
@@ -244,7 +244,7 @@ def test_a_compile_error_is_shown_with_its_log(toy):
 
 
 def test_a_wheels_library_is_linked_in_a_folder_with_a_space(toy):
-    """As everything here is built in one; a wheel's flags name a file of the checkout."""
+    """The flags of a wheel name a file in the checkout, whose path has a space here."""
     random = "moe-edge-random.cpp"
     shutil.copy(PATCHES / "native" / random, toy.patches / "native")
     drawing = OURS.replace("return 3", "return 3 + 0 * std::random_device()()")
@@ -272,7 +272,7 @@ def test_a_missing_symbol_is_never_packaged(toy):
     (("ninja", "make"), "build-essential"),
     (("patch",), "patch"),
 )
-def test_a_missing_tool_is_one_sentence(toy, missing, package):
+def test_a_missing_tool_is_reported_in_one_sentence(toy, missing, package):
     tools = toy.root / "bin"
     tools.mkdir()
     for name in ("cc", "c++", "gcc", "g++", "as", "ld", "cmake", "ninja", "make", "patch", "sh"):
@@ -286,7 +286,7 @@ def test_a_missing_tool_is_one_sentence(toy, missing, package):
 def test_make_instead_of_ninja(toy):
     if not shutil.which("make"):
         pytest.skip("make is missing")
-    tools = toy.root.parent / "bin"  # make cannot start where its own path has a space
+    tools = toy.root.parent / "bin"  # make cannot start if its own path has a space
     tools.mkdir()
     for folder in reversed(os.environ["PATH"].split(os.pathsep)):
         for path in Path(folder).glob("*"):
@@ -298,8 +298,8 @@ def test_make_instead_of_ninja(toy):
     assert "%" in said
 
 
-def test_files_are_all_that_is_used(monkeypatch, tmp_path, user_folder):
-    """--files: pip is told to look nowhere else, and the source there is taken."""
+def test_files_option_uses_no_network(monkeypatch, tmp_path, user_folder):
+    """With --files, pip uses only that folder, and the source is taken from there."""
     sdist = tmp_path / read_upstream().sdist_name
     sdist.write_bytes(b"not it")
     for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):

@@ -1,4 +1,4 @@
-"""Documents are executed: what they name exists, and what is generated in them is current."""
+"""Paths, commands and options that a document names exist, and its generated parts are current."""
 
 import importlib.util
 import os
@@ -14,12 +14,16 @@ from generated import BLOCKS, MARKED, PAGES, REPO, commands_of, documents, progr
 
 DOCS = documents()
 WRITTEN = [name for name in DOCS if name not in PAGES]
-ROOMS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
+FOLDERS = r"(?:gguf_tools|orchestrator|patches|models|tests|docs|\.ci)"
 LINK = re.compile(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)")
 EXPERIMENT_PAGES = [name for name in DOCS if name.startswith("docs/experiments/")]
-WAYS = [name for name in DOCS if name.startswith("docs/server-")]
-MOST_LINES = {"README.md": 120, "EXPERIMENTS.md": 400} | dict.fromkeys(EXPERIMENT_PAGES + WAYS, 60)
-CLAIM_COLUMNS = ["claim", "number", "day", "command", "verdict"]
+MOST_LINES = {
+    "README.md": 120, "ARCHITECTURE.md": 220, "EXPERIMENTS.md": 200, "CHANGELOG.md": 80,
+} | dict.fromkeys(EXPERIMENT_PAGES, 60)  # fmt: skip
+MOST_CLAIMS = 60
+MOST_EXPERIMENT_PAGES = 8
+CLAIM_COLUMNS = ["claim", "number", "machine", "date", "command", "verdict"]
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-\d+)?(?:-\d+(?:\.\d+)?)?")
 
 
 def text_of(name):
@@ -29,7 +33,7 @@ def text_of(name):
 
 
 def own_text(name):
-    """A document without what is generated in it."""
+    """Return a document without its generated parts."""
     return MARKED.sub("", text_of(name))
 
 
@@ -47,14 +51,14 @@ def prose_of(text):
 
 
 def exists(pattern):
-    """Whether a path is there; {a,b} and NAME stand for any text."""
+    """Return whether a path exists. {a,b} and NAME match any text."""
     pattern = pattern.replace("NAME", "*")
     pattern = re.sub(r"\{[^}]*\}", "*", pattern.rstrip("/."))
     return any(True for _ in REPO.glob(pattern))
 
 
 def linked(name):
-    """(file, anchor) of every link into the repository, from the document's own folder."""
+    """Return (file, anchor) of every link of a document into the repository."""
     found = set()
     for target, anchor in LINK.findall(prose_of(text_of(name))):
         file = (REPO / name).parent / target if target else REPO / name
@@ -63,7 +67,7 @@ def linked(name):
 
 
 def anchors_of(path):
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose_of(path.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -71,14 +75,14 @@ def anchors_of(path):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_named_paths_exist(name):
     text = own_text(name)
-    named = set(re.findall(rf"(?<![\w/.-]){ROOMS}/[\w./*{{}},-]*", text))
+    named = set(re.findall(rf"(?<![\w/.-]){FOLDERS}/[\w./*{{}},-]*", text))
     named |= set(re.findall(r"(?<![\w/.-])[A-Z]{4,}\.md\b", text))
     missing = sorted(path for path in named if not exists(path))
     assert not missing, f"{name} names {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("name", DOCS)
-def test_links_lead_somewhere(name):
+def test_links_have_targets(name):
     for path, anchor in linked(name):
         assert path.exists(), f"{name} links to {os.path.relpath(path, REPO)}"
         if anchor:
@@ -98,22 +102,27 @@ def test_every_page_is_linked():
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
-def test_what_is_to_be_read_at_once_is_short(name):
+def test_pages_within_their_line_limit(name):
     lines = len(text_of(name).splitlines())
     assert lines <= MOST_LINES[name], f"{name} has {lines} lines: detail belongs in docs/"
 
 
 def dated(text, where):
-    """Fails when the text does not end with a day in brackets, as (2026-11-21)."""
+    """Fail if the text does not end with a date in brackets, such as (2026-11-21)."""
     ends = re.search(r" \((\d{4}-\d{2}-\d{2})\)$", text)
-    assert ends, f"{where}: {text!r} does not end with a day as (2026-11-21)"
+    assert ends, f"{where}: {text!r} does not end with a date as (2026-11-21)"
     date.fromisoformat(ends[1])
 
 
-def test_every_claim_has_a_number_a_day_a_command_and_a_verdict():
-    """Each section of EXPERIMENTS.md is one table of claims, or a list of what was given up."""
+def numbers_in(cell):
+    """The numbers of a cell. Brackets hold intervals and errors, and count for nothing."""
+    return NUMBER.findall(re.sub(r"\(.*?\)", "", cell))
+
+
+def test_every_claim_has_a_number_a_machine_a_date_a_command_and_a_verdict():
+    """Each section of EXPERIMENTS.md is one table of claims, or a list of dropped work."""
     _, *sections = re.split(r"^## ", text_of("EXPERIMENTS.md"), flags=re.MULTILINE)
-    assert sections
+    claims = 0
     for section in sections:
         title, body = section.split("\n", 1)
         rows = [line for line in body.splitlines() if line.startswith("|")]
@@ -126,11 +135,18 @@ def test_every_claim_has_a_number_a_day_a_command_and_a_verdict():
             if place == 0:
                 assert cells == CLAIM_COLUMNS, f"EXPERIMENTS.md, {title}: columns {cells}"
             elif place > 1:
+                claims += 1
                 assert len(cells) == len(CLAIM_COLUMNS) and all(cells), f"EXPERIMENTS.md: {row}"
-                _, _, day, command, _ = cells
+                _, number, _, day, command, _ = cells
                 date.fromisoformat(day)
+                assert len(numbers_in(number)) == 1, f"EXPERIMENTS.md: not one number: {number!r}"
                 first = place == 2 and command.startswith("the same")
-                assert not first, f"EXPERIMENTS.md, {title}: the first command stands in full"
+                assert not first, f"EXPERIMENTS.md, {title}: the first command must be complete"
+    assert 0 < claims <= MOST_CLAIMS, f"EXPERIMENTS.md has {claims} claims"
+
+
+def test_there_are_few_experiment_pages():
+    assert len(EXPERIMENT_PAGES) <= MOST_EXPERIMENT_PAGES
 
 
 @pytest.mark.parametrize("name", EXPERIMENT_PAGES)
@@ -143,8 +159,8 @@ def test_every_section_of_an_experiment_has_a_day(name):
     assert REPO / name in reached, f"EXPERIMENTS.md does not link to {name}"
 
 
-def test_every_patch_and_every_native_source_has_its_line():
-    """A header that goes with a source of its name needs no line of its own."""
+def test_docs_list_every_patch_and_native_source():
+    """A header with the same name as a source does not need its own line."""
     text = text_of("docs/native.md")
     native = REPO / "patches" / "native"
     sources = set(native.rglob("*.c*"))
@@ -161,8 +177,8 @@ def test_every_patch_and_every_native_source_has_its_line():
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_named_in_a_file_is_there(name):
-    """As `Driver.on_route` in `orchestrator/runtime/driver.py`."""
+def test_named_classes_and_functions_exist(name):
+    """For example `Driver.on_route` in `orchestrator/runtime/driver.py`."""
     for named, path in re.findall(r"`([\w.]+)` in\s`([\w/]+\.py)`", text_of(name)):
         source = (REPO / path).read_text()
         for part in named.split("."):
@@ -184,7 +200,7 @@ def test_named_commands_exist(name):
 
 
 def fault_of_call(line):
-    """What is wrong with a line's call of moe-edge: a command or option that is not there."""
+    """Return the unknown command or option in a line that calls moe-edge, or ""."""
     words = shlex.split(line.removeprefix("$ ").split(" #")[0].split(" | ")[-1])
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
@@ -212,17 +228,17 @@ def test_named_moe_edge_calls_exist(name):
 
 
 @pytest.mark.parametrize("name", sorted({*DOCS, *PAGES}))
-def test_what_is_generated_is_current(name):
+def test_generated_parts_are_current(name):
     assert text_of(name) == renewed(name), f"{name}: run `make docs`"
 
 
-def test_every_block_stands_somewhere():
+def test_every_block_is_used():
     placed = {match[1] for name in DOCS for match in MARKED.findall(text_of(name))}
     assert placed == set(BLOCKS)
 
 
 def statements(name):
-    """The parts of a document that are read on their own: rows of EXPERIMENTS.md, else sections."""
+    """Return the rows of EXPERIMENTS.md, or the sections of another document."""
     text = text_of(name)
     return (
         text.splitlines() if name == "EXPERIMENTS.md" else re.split(r"^(?=## )", text, flags=re.M)
@@ -230,15 +246,15 @@ def statements(name):
 
 
 @pytest.mark.parametrize("name", DOCS)
-def test_a_ratio_over_monde_is_said_to_be_fitted(name):
+def test_ratios_over_monde_are_marked_as_fitted(name):
     """The rate at which MoNDE moves experts was chosen to match the paper's ratios."""
     silent = [
         part[:80] for part in statements(name) if "monde" in part.lower() and "itted" not in part
     ]
-    assert not silent, f"{name} does not say that MoNDE's migrations are fitted: {silent}"
+    assert not silent, f"{name} does not mark MoNDE's migrations as fitted: {silent}"
 
 
-# What the papers measure or choose and moe-edge does not: (where it is said, the words there).
+# Results or choices of the papers that moe-edge does not have: (document, the words that say so).
 DIFFERENCES = {
     "accuracy tables, first": ("docs/policies.md", "^# Policies.*?not reproduced.*?^## "),
     "accuracy tables, why": (
@@ -252,14 +268,14 @@ DIFFERENCES = {
     ),
     "Figure 5 of DyMoE": ("EXPERIMENTS.md", "deep layers are resilient[^\n]*the paper's not shown"),
     "MoL": ("EXPERIMENTS.md", "negative for MoL with K <= k; K > k not tested"),
-    "MoL, page": ("docs/experiments/firm.md", "K <= k\nonly"),
+    "MoL, page": ("docs/experiments/firm.md", "K <= k only"),
     "slots of FIRM": ("docs/policies.md", "same number of slots"),
-    "W of the last layer": ("docs/policies.md", "gate\nsums W come from the look-ahead"),
+    "W of the last layer": ("docs/policies.md", "gate sums W come from the look-ahead"),
     "routers of the look-ahead": ("docs/policies.md", "copy of it in half precision"),
     "products at b bits": ("docs/replay.md", "16 / b [^\n]*our choice"),
     "HBM": ("docs/replay.md", r"HBM\) \| [^\n]*our choice"),
     "link": ("docs/replay.md", r"\| link \| [^\n]*our choice"),
-    "HOBBIT": ("EXPERIMENTS.md", "Ours at 2 bits over HOBBIT[^\n]*1.8 and 56 x"),
+    "HOBBIT": ("EXPERIMENTS.md", "Ours at 2 bits over HOBBIT[^\n]*1.8 x[^\n]*56 x"),
     "sensitivity": ("EXPERIMENTS.md", "moves from 5.8 to 12.5 with link and memory"),
     "placement at 2 bits": ("EXPERIMENTS.md", "any good placement is slower than none"),
 }
@@ -267,12 +283,11 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize(("name", "words"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_differences_from_the_papers_are_named(name, words):
-    assert re.search(words, text_of(name), re.DOTALL | re.MULTILINE), f"{name} lacks {words!r}"
+    pattern = words.replace(" ", r"\s+")  # lines may be wrapped in other places
+    assert re.search(pattern, text_of(name), re.DOTALL | re.MULTILINE), f"{name} lacks {words!r}"
 
 
 def test_cells_of_the_readme_hold_one_number():
-    number = re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)?")
     for row in re.findall(r"^\|(.*)\|$", text_of("README.md"), re.MULTILINE):
         for cell in row.split("|")[1:]:
-            found = number.findall(re.sub(r"\(.*?\)", "", cell))
-            assert len(found) <= 1, f"README.md: the cell {cell.strip()!r} of {row!r}"
+            assert len(numbers_in(cell)) <= 1, f"README.md: the cell {cell.strip()!r} of {row!r}"

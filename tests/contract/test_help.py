@@ -1,4 +1,4 @@
-"""What `--help` shows fits a screen; what it leaves out is in `--help-all` and in a document."""
+"""`--help` fits a screen. `--help-all` and the documents have every option."""
 
 import re
 
@@ -11,7 +11,7 @@ from orchestrator.policy import policy_settings
 
 
 def all_commands(group):
-    """Every command by what follows `moe-edge`, and `moe-edge` itself."""
+    """Yield every command with its name after `moe-edge`, including `moe-edge` itself."""
     yield "", group
     for name, command in commands_of(group).items():
         if not isinstance(command, click.Group):
@@ -33,7 +33,7 @@ def help_of(name, flag="--help", columns=80):
 
 
 def options_of(name):
-    """The longest flag of each option that is shown to anybody."""
+    """Return the longest flag of each visible option."""
     ctx = click.Context(COMMANDS[name], help_option_names=["--help"])
     params = COMMANDS[name].get_params(ctx)
     shown = [each for each in params if isinstance(each, click.Option) and not each.hidden]
@@ -45,8 +45,8 @@ def shows(text, flag):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_fits_a_screen(name):
-    """40 lines of 80 columns; in 40 columns no word is broken, and no line is longer."""
+def test_help_fits_a_screen(name):
+    """40 lines of 80 columns. At 40 columns no word is split and no line is longer."""
     wide = help_of(name).splitlines()
     assert len(wide) <= 40 and max(map(len, wide)) <= 80
     narrow = help_of(name, columns=40)
@@ -64,7 +64,7 @@ def test_every_option_is_shown_and_documented(name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_policies_alone_have_is_left_to_help_all(name):
+def test_options_of_policies_are_in_help_all_only(name):
     text = help_of(name)
     assert not [each.flag for each in OF_POLICIES if not each.group and shows(text, each.flag)]
 

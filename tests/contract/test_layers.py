@@ -1,4 +1,4 @@
-"""Imports point down: nobody imports a layer above its own, and no two modules each other."""
+"""Imports point down: no module imports a higher layer, and there are no import cycles."""
 
 import ast
 import sys
@@ -9,8 +9,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = ("gguf_tools", "orchestrator", "models", "patches")
-# Lowest first. A name stands for the module or package and all that is in it; the longest
-# matching name decides.
+# The lowest layer first. A name covers the module or package and everything in it. The longest
+# matching name counts.
 LAYERS = (
     ("gguf_tools.closing", "gguf_tools.errors", "gguf_tools.interrupts"),
     (
@@ -33,16 +33,18 @@ LAYERS = (
     ("orchestrator.cost",),
     ("orchestrator.runtime",),
     ("orchestrator.chat", "orchestrator.serve", "orchestrator.lab"),
+    ("orchestrator.library",),
     ("orchestrator.cli",),
     ("orchestrator.__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Who may use a library at all, by first component of what is imported.
+# Modules that may import a library, by the first component of its name.
 ONLY = {
     "click": ("orchestrator.cli",),
     "starlette": ("orchestrator.serve",),
     "uvicorn": ("orchestrator.serve.run",),
     "ray": ("orchestrator.serve.fleet", "orchestrator.serve.routing"),
+    "tqdm": ("orchestrator.library.progress",),
     "lm_eval": ("orchestrator.lab.eval.harness",),
     "huggingface_hub": ("gguf_tools.hub",),
     "torch": ("gguf_tools.quantize.gptq", "gguf_tools.convert.upstream", "models"),
@@ -65,7 +67,10 @@ def sources():
 
 
 def imports(path, known, at_load=False):
-    """Dotted names that a file imports; at_load leaves out functions and TYPE_CHECKING."""
+    """Return the dotted names that a file imports.
+
+    at_load: skip imports in functions and under TYPE_CHECKING.
+    """
     name = module_name(path)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set()
@@ -104,15 +109,17 @@ LAB = "orchestrator.lab."
 
 
 def fault_of_layers(name, target):
-    """Why a module may not import one of ours; nothing where it may."""
+    """Return why a module may not import one of our modules, or None."""
     top = target.split(".")[0]
     if top == "patches" and not name.startswith("patches"):
         return "the build tool"
     if top == "models" and not name.startswith("models"):
         return "scripts that make models"
-    users = (LAB, "orchestrator.cli.", "models.")
+    users = (LAB, "orchestrator.cli.", "orchestrator.library.", "models.")
     if f"{target}.".startswith(LAB) and not f"{name}.".startswith(users):
-        return "code that measures; only commands and the models' own scripts import it"
+        return (
+            "code that measures; only commands, the library and the models' own scripts import it"
+        )
     if top not in ("gguf_tools", "orchestrator"):
         return None
     if name == "orchestrator" or name.startswith("models"):
@@ -124,12 +131,12 @@ def fault_of_layers(name, target):
 
 
 def fault_of_libraries(name, target):
-    """Why a module may not import a library; nothing where it may."""
+    """Return why a module may not import a library, or None."""
     top = target.split(".")[0]
     allowed = ONLY.get(top)
     if allowed and not any(name == where or name.startswith(f"{where}.") for where in allowed):
-        return f"what only {', '.join(allowed)} may"
-    # pip runs patches.backend, where setuptools is.
+        return f"only {', '.join(allowed)} may import it"
+    # pip runs patches.backend, with setuptools installed.
     is_there = (name, top) == ("patches.backend", "setuptools")
     if name.startswith("patches") and top not in {"patches", *sys.stdlib_module_names}:
         return None if is_there else "more than the standard library"
@@ -137,15 +144,15 @@ def fault_of_libraries(name, target):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_imports_point_down_and_libraries_stay_where_they_belong(name):
-    """Not even inside a function."""
+def test_imports_respect_layers_and_libraries(name):
+    """Imports within functions count too."""
     for target in sorted(imports(SOURCES[name], set(SOURCES))):
         fault = fault_of_layers(name, target) or fault_of_libraries(name, target)
         assert not fault, f"{name} imports {target}: {fault}"
 
 
 def test_no_import_cycles():
-    """A package and its own modules import each other by construction."""
+    """Imports between a package and its own modules do not count."""
     graph = {
         name: {
             target

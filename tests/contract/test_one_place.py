@@ -1,5 +1,7 @@
-"""A policy's name and a setting's name stand in one place each, and an architecture's in none that
-runs a model."""
+"""Names of policies, settings and architectures are written in one place only.
+
+No code that runs a model names an architecture.
+"""
 
 import ast
 import re
@@ -14,17 +16,17 @@ from orchestrator.policy.base import About
 
 ORCHESTRATOR = REPO / "orchestrator"
 NATIVE = REPO / "patches" / "native"
-# The rooms that may name a policy and its settings: the policies themselves, what they share, and
-# what compares them.
+# Packages that may name a policy and its settings: the policies, their shared code, and comparisons
+# of them.
 FREE = ("allocation", "policy", "lab")
-# Events and the store have these words for what they do themselves.
+# Words that events and the store use for their own mechanisms.
 MECHANISM = ("prefetch", "n_ahead")
-# Policies named by a word that other things have too, as llama.cpp's context: of these nobody may
-# import the file.
+# Policies whose name is an ordinary word, such as llama.cpp's context. For these the test only
+# checks imports.
 ORDINARY = ("context",)
-# Settings named by a word that other things have too.
+# Settings whose name is an ordinary word.
 WORDS = ("losses", "placement")
-# Where a policy's setting is used outside the policies.
+# Files outside the policies that use a policy's setting.
 USES = {
     "profile": {"orchestrator/cli/options.py", "orchestrator/cache/profile.py"},
     "transition_rate": {
@@ -45,7 +47,7 @@ def runtime_files():
 
 @cache
 def words_of(path):
-    """Names and texts of a module's code; comments and docstrings say what they like."""
+    """Return the names and texts in a module's code, without comments and docstrings."""
     tree = ast.parse(path.read_text())
     found = set()
     said = {
@@ -64,7 +66,7 @@ def words_of(path):
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != BASELINE])
-def test_nobody_knows_a_policy_by_name(policy):
+def test_no_policy_is_named_elsewhere(policy):
     naming = [
         path.relative_to(REPO).as_posix()
         for path in runtime_files()
@@ -80,16 +82,15 @@ def test_nobody_knows_a_policy_by_name(policy):
 @pytest.mark.parametrize(
     "name", [each for each in policy_settings() if each not in (*MECHANISM, *WORDS)]
 )
-def test_a_setting_of_a_policy_is_named_where_it_is_declared(name):
+def test_no_setting_of_a_policy_is_named_elsewhere(name):
     naming = {
         path.relative_to(REPO).as_posix() for path in runtime_files() if name in words_of(path)
     }
     assert naming <= USES.get(name, set())
 
 
-def test_nobody_knows_an_architecture_by_name():
-    """But for tokenizers and a form of answers that have such names as well, and the shapes that a
-    benchmark makes models of."""
+def test_no_architecture_is_named():
+    """Exceptions are names of tokenizers and answer formats, and a shape for benchmarks."""
     known = {each.replace("-", "_") for each in PROVEN if each != "llama"}  # as in llama.cpp
     naming = {
         path.relative_to(ORCHESTRATOR).as_posix(): words_of(path) & known
@@ -106,6 +107,6 @@ def test_nobody_knows_an_architecture_by_name():
         assert not named & set(PROVEN), path
 
 
-def test_a_policy_that_is_never_asked_does_not_decide():
+def test_decide_requires_asked_in():
     with pytest.raises(TypeError, match="Silent defines decide, but about"):
         type("Silent", (Policy,), {"about": About("silent"), "decide": lambda *_: None})

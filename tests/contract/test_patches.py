@@ -1,4 +1,4 @@
-"""The patch series: its files, its headers, and that the tool keeps them honest."""
+"""The patch series: its files and headers, and the tool's checks of them."""
 
 import io
 import re
@@ -51,7 +51,7 @@ def make_sdist(folder, files):
 
 @pytest.fixture
 def toy(tmp_path):
-    """(patch folder, source distribution, edited llama.cpp tree) for a two-line upstream."""
+    """A toy upstream: (patch folder, source distribution, edited llama.cpp tree)."""
     sdist = make_sdist(tmp_path, {ALLOWED: b"one\ntwo\n", "vendor/llama.cpp/ggml/x.c": b"int x;\n"})
     tree = tmp_path / "edited"
     edited = {"src/llama-graph.cpp": b"one\nbetween\ntwo\n", "ggml/x.c": b"int x;\n"}
@@ -63,7 +63,7 @@ def toy(tmp_path):
     return write_series(folder, {}), sdist, tree
 
 
-def test_series_is_sound():
+def test_series_is_valid():
     assert series.problems(PATCHES, read_upstream()) == []
 
 
@@ -83,7 +83,7 @@ def test_upstream_and_package_agree():
     ({"a.patch": HEADER}, "changes no file"),
     ({"a.patch": HEADER + "\n" + BODY + "+x\n" * series.MAX_ADDED_LINES}, "but the maximum is"),
 )
-def test_unsound_series_is_named(tmp_path, patches, said):
+def test_invalid_series_are_reported(tmp_path, patches, said):
     found = series.problems(write_series(tmp_path, patches), read_upstream())
     assert len(found) == 1 and said in found[0], found
 
@@ -97,7 +97,7 @@ def test_series_and_files_match_one_to_one(tmp_path):
     assert "a.patch is not in series" in found
 
 
-def test_files_of_a_patch_are_no_folder_of_files():
+def test_files_of_add_is_not_the_global_files_option():
     given = ["add", "a.patch", "--tree", "edited", "--files", "src/a.cpp", "src/b.cpp"]
     args = tool.parser().parse_args(given)
     assert (args.files, args.changed) == (None, ["src/a.cpp", "src/b.cpp"])
@@ -118,7 +118,7 @@ def test_add_then_refresh_is_byte_stable(toy):
     assert series.apply_series([patch], sdist) == {ALLOWED: b"one\nbetween\ntwo\n"}
 
 
-def test_refresh_takes_the_edited_tree(toy):
+def test_refresh_uses_the_edited_tree(toy):
     folder, sdist, tree = toy
     write_series(folder, {"a.patch": HEADER + "\n" + BODY})
     (tree / "src/llama-graph.cpp").write_bytes(b"one\nbetween\ntwo\nthree\n")
@@ -130,7 +130,7 @@ def test_refresh_takes_the_edited_tree(toy):
         series.refresh(sdist, read_upstream(), tree, folder)
 
 
-def test_a_patch_that_only_fits_with_fuzz_or_is_not_as_refresh_writes_it(tmp_path):
+def test_patches_with_fuzz_or_in_another_form_are_refused(tmp_path):
     sdist = make_sdist(tmp_path, {ALLOWED: b"other\ntwo\n"})
     patch = Patch("a.patch", HEADER + "\n" + BODY)
     with pytest.raises(BuildError, match=r"a\.patch does not apply"):
@@ -150,8 +150,8 @@ def test_wrong_source_is_refused(tmp_path, user_folder):
     assert cached_sdist(read_upstream()) is None
 
 
-def test_the_part_that_is_built_stands_for_the_source(tmp_path, user_folder):
-    """Whatever archive it comes in; with another file or byte it is not the pinned one."""
+def test_the_built_part_replaces_the_source(tmp_path, user_folder):
+    """The part is recognised in any archive. With another file or byte it is refused."""
     inside = {
         "llama_cpp/__init__.py": b"1",
         ALLOWED: b"one\ntwo\n",

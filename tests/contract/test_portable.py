@@ -1,4 +1,4 @@
-"""The wheel that runs anywhere, by its parts; tests/native/test_wheel.py has the whole."""
+"""Parts of the portable wheel. tests/native/test_wheel.py tests the complete wheel."""
 
 import json
 import zipfile
@@ -15,19 +15,20 @@ from patches.upstream import BuildError, read_upstream
 STAMP = f"{portable.PACKAGE}/moe_edge_build.json"
 
 
-def test_each_set_that_is_compiled_can_be_chosen():
+def test_each_compiled_instruction_set_can_be_chosen():
     found = {machine: set(sets) for machine, sets in built.SETS_OF.items()}
     assert found == {machine: set(sets) for machine, sets in portable.SETS_OF.items()}
 
 
-def test_packages_are_ours_alone_and_the_demo_is_in_one():
+def test_wheel_contains_only_our_packages_and_the_demo():
     names = portable.our_files()
     assert {name.split("/")[0] for name in names} == {"gguf_tools", "orchestrator"}
     assert "orchestrator/models/demo/moe-edge-demo.gguf" in names
     assert {"orchestrator/serve/page.html", "gguf_tools/known/models.json"} <= set(names)
+    assert "orchestrator/lab/calibrate/text/prose.txt" in names
 
 
-def test_metadata_asks_for_all_but_the_bindings():
+def test_metadata_requires_all_but_the_bindings():
     about = BytesParser().parsebytes(portable.metadata(read_upstream()))
     needed = about.get_all("Requires-Dist")
     assert "+" not in about["Version"] and about["Name"] == "moe-edge"
@@ -40,7 +41,7 @@ def test_metadata_asks_for_all_but_the_bindings():
     )
 
 
-def test_names_in_a_library_are_exchanged_whole(tmp_path):
+def test_only_complete_library_names_are_replaced(tmp_path):
     library = tmp_path / "libx.so"
     text = b"GLIBC_2.2.5\0libggml.so\0libggml-cpu.so\0libllama.so\0libgomp.so.1\0not-libllama.so\0"
     library.write_bytes(text)
@@ -55,7 +56,7 @@ def test_names_in_a_library_are_exchanged_whole(tmp_path):
     (b"GLIBC_2.34\0GLIBC_2.36\0", "GLIBC_2.36"),
     (b"libstdc++.so.6\0", r"libstdc\+\+"),
 )
-def test_a_library_that_needs_more_than_the_tag_is_refused(text, needs, tmp_path):
+def test_a_library_with_requirements_beyond_the_wheels_tag_is_refused(text, needs, tmp_path):
     library = tmp_path / "libx.so"
     library.write_bytes(text)
     with pytest.raises(BuildError, match=rf"^libx.so needs {needs}, which manylinux_2_34"):
@@ -68,7 +69,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def write_wheel(folder, **changes):
-    """A wheel of moe-edge with one library of one byte."""
+    """Write a wheel of moe-edge with one library of one byte."""
     stamp = {"patches": portable.digest_of_patches(), "key": "k" * 64, "sets": ["avx2"], **changes}
     entries = {
         STAMP: wheel.as_json(stamp),
@@ -81,7 +82,7 @@ def write_wheel(folder, **changes):
     return path
 
 
-def test_a_checkout_takes_the_libraries_of_a_wheel_of_its_own_patches(tmp_path, cache):
+def test_a_checkout_uses_libraries_of_its_own_patches(tmp_path, cache):
     write_wheel(tmp_path / "one", patches="others")
     (tmp_path / "one" / f"moe_edge-0.9-{portable.tag()}.whl").write_bytes(b"PK")
     (tmp_path / "one" / f"moe_edge-0.8-{portable.tag()}.whl").write_bytes(b"")
@@ -99,7 +100,7 @@ def test_a_checkout_takes_the_libraries_of_a_wheel_of_its_own_patches(tmp_path, 
         assert archive.read(f"{info}/licenses/LICENSE") == b"MIT"
 
 
-def test_the_wheel_with_cuda_has_what_differs_and_is_of_the_other_ones_version(tmp_path):
+def test_the_cuda_wheel_has_the_differences_and_the_same_version(tmp_path):
     paths = [tmp_path / name for name in portable.WITH_CUDA]
     for path in paths:
         path.write_bytes(b"GLIBC_2.34\0libggml-cuda.so\0libcudart.so.13\0")

@@ -1,4 +1,4 @@
-"""Parts of the build tool: the server's library, what nvcc compiles for, pip without a build."""
+"""Parts of the build tool: the server's library, nvcc's architectures, and pip without a build."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ def package_with(folder, key):
     return folder
 
 
-def test_the_path_follows_what_is_compiled(tmp_path, monkeypatch):
+def test_the_librarys_path_depends_on_its_sources(tmp_path, monkeypatch):
     upstream = read_upstream()
     package = package_with(tmp_path / "llama_cpp", "a")
     first = server.library_path(upstream, package, tmp_path)
@@ -34,8 +34,8 @@ def test_the_path_follows_what_is_compiled(tmp_path, monkeypatch):
     assert len({first, *others}) == 4
 
 
-def test_two_checkouts_of_one_environment_compile_in_folders_of_their_own(tmp_path, monkeypatch):
-    """cmake refuses a folder that was configured for another checkout."""
+def test_two_checkouts_of_one_environment_use_separate_folders(tmp_path, monkeypatch):
+    """cmake refuses a build folder that was configured for another checkout."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     package = package_with(tmp_path / "llama_cpp", "a")
     compiled = []
@@ -69,7 +69,7 @@ def test_a_library_in_the_cache_is_not_compiled_again(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_bytes(b"compiled")
     (package / "lib").mkdir()
-    monkeypatch.setattr(server.probe, "find_toolchain", lambda: pytest.fail("it looks for one"))
+    monkeypatch.setattr(server.probe, "find_toolchain", lambda: pytest.fail("it searches"))
     for _ in range(2):
         installed = server.build_server(read_upstream(), package)
         assert installed.parent == package / "lib" and installed.read_bytes() == b"compiled"
@@ -85,15 +85,16 @@ def compiler(folder, command):
 
 @pytest.fixture
 def nvcc(tmp_path):
-    """A compiler that knows cards up to 9.0."""
+    """A compiler for compute capabilities up to 9.0."""
     return compiler(tmp_path, "printf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\n'")
 
 
-def test_real_code_for_the_cards_that_nvcc_knows(nvcc, capsys):
+def test_code_for_the_gpus_that_nvcc_supports(nvcc, capsys):
+    """Machine code (`-real`) for supported GPUs, else PTX (`-virtual`) of a lower capability."""
     assert cuda.architectures(nvcc, [75, 86]) == "75-real;86-real"
     assert cuda.architectures(nvcc, []) == "80-virtual"
     assert not capsys.readouterr().err
-    # newer than the toolkit, and between two that it knows
+    # newer than the toolkit, and between two supported ones
     assert cuda.architectures(nvcc, [120]) == "90-virtual"
     assert "does not support the GPU's compute capability 12.0" in capsys.readouterr().err
     assert cuda.architectures(nvcc, [89, 89]) == "86-virtual"
@@ -101,7 +102,7 @@ def test_real_code_for_the_cards_that_nvcc_knows(nvcc, capsys):
         cuda.architectures(nvcc, [61])
 
 
-def test_a_compiler_that_names_no_architecture_is_one_sentence(tmp_path):
+def test_a_compiler_without_architectures_is_reported(tmp_path):
     with pytest.raises(BuildError, match="--list-gpu-arch lists no architecture"):
         cuda.offered_architectures(compiler(tmp_path, "exit 1"))
 
@@ -110,7 +111,7 @@ HOOKS = ("get_requires_for_build_wheel", "get_requires_for_build_editable")
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_without_our_build_pip_gets_one_sentence(hook, tmp_path, monkeypatch):
+def test_pip_without_our_build_gets_one_sentence(hook, tmp_path, monkeypatch):
     monkeypatch.setattr(backend.sysconfig, "get_path", lambda _name: str(tmp_path))
     version = read_upstream().version
     stock = tmp_path / f"llama_cpp_python-{version}.dist-info" / "METADATA"
@@ -122,10 +123,10 @@ def test_without_our_build_pip_gets_one_sentence(hook, tmp_path, monkeypatch):
             getattr(backend, hook)()
 
 
-def test_pip_asks_that_and_finds_what_make_build_installed():
+def test_pip_finds_the_installed_build():
     text = (REPO / "pyproject.toml").read_text()
     assert 'build-backend = "patches.backend"' in text and 'backend-path = ["."]' in text
-    # With a list there, uv would resolve it without asking the backend.
+    # With a static list, uv would resolve it without asking the backend.
     assert 'dynamic = ["dependencies"]' in text and "\ndependencies = [" not in text
     version = read_upstream().local_version
     if version not in {each.version for each in backend.distributions(name="llama_cpp_python")}:

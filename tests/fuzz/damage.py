@@ -1,8 +1,8 @@
-"""Damaged model files: a good one taken apart, changed by its meaning, and put together again.
+"""Damaged model files: a good file is taken apart, changed in its meaning, and encoded again.
 
-Bytes changed at random mostly die at the first check. Here a metadata value becomes one of
-another type or size, a tensor gets another name, shape, type or place, a count lies; so that the
-checks behind the first ones are reached.
+Most random changes of bytes fail at the first check. The changes here reach the checks after it: a
+metadata value gets another type or size, a tensor another name, shape, type or offset, or a count
+is wrong.
 """
 
 import json
@@ -15,7 +15,7 @@ from gguf_craft import craft, tensor, text
 from gguf_tools.file.layout import KINDS, VALUE_FORMAT, GGMLType, ValueType
 from gguf_tools.file.reader import GGUFFile
 
-# Where numbers turn over, or a limit of ours stands.
+# Numbers at overflows and at our limits.
 NUMBERS = (
     *(0, 1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 255, 256, 4095, 4096, 4097, 65535, 65536),
     *((1 << 24) - 1, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32),
@@ -41,7 +41,7 @@ ARCH_KEYS = (
 
 @dataclass
 class Model:
-    """A GGUF in pieces. values: key and encoded value; tensors: name, shape, type, offset."""
+    """A GGUF in parts. values: (key, encoded value). tensors: (name, shape, type, offset)."""
 
     values: list[tuple[bytes, bytes]]
     tensors: list[tuple[bytes, list[int], int, int]]
@@ -90,7 +90,7 @@ def any_number(random):
 
 
 def any_value(random, depth=0):
-    """A metadata value of any type, tag included; it may lie about its length."""
+    """Return a metadata value of any type with its tag. Its length may be wrong."""
     kind = random.choice(list(ValueType)) if depth < 6 else ValueType.UINT8
     return struct.pack("<I", kind) + _body(random, kind, depth)
 
@@ -133,7 +133,7 @@ def _change_value(model, random):
 
 
 def _change_names(model, random):
-    """Another list of tiers."""
+    """Set another list of tiers."""
     names = [text(random.choice(TEXTS)) for _ in range(random.randrange(6))]
     value = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(names)) + b"".join(names)
     model.values = [
@@ -148,7 +148,7 @@ def _drop(model, random):
 
 
 def _repeat(model, random):
-    """Once more, at any place; a tensor under another name now and then."""
+    """Repeat an entry at any place, and sometimes a tensor under another name."""
     entries = random.choice((model.values, model.tensors))
     if entries:
         entry = random.choice(entries)
@@ -222,9 +222,9 @@ CHANGES = (
 
 
 def damaged(good, random):
-    """The file, changed in one to three ways; now and then in a few bytes as well.
+    """Return the file, changed in one to three ways, and sometimes in a few bytes as well.
 
-    Chance that has run out, all zeros, changes little more.
+    A random source that only returns zeros makes few further changes.
     """
     model = deepcopy(good)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
@@ -240,7 +240,7 @@ def damaged(good, random):
 
 
 def damaged_json(good, random):
-    """The JSON text of a value with one place changed, or with broken syntax."""
+    """Return the JSON text of a value with one changed place, or with broken syntax."""
     odd = [
         *(None, True, -1, 0, 1.5, 1e308, float("nan"), float("inf"), 10**400, "", "x", [], {}),
         *([[]], {"a": 1}, [1, "a"], "\ud800"),

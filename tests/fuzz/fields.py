@@ -1,13 +1,15 @@
-"""Requests with random fields on every route of a running server:
+"""Send requests with random fields to every route of a running server.
 
     python tests/fuzz/fields.py [--model M] [--seconds 3600] [--seed 0] [--key] [--stops 50]
 
-The fields are upstream's own declarations (`server-schema.cpp`) and those of the published
-description (`/openapi.json`), each with values of its declared type, at its bounds, and of other
-types. Some clients leave early, some read nothing. A finding is an end of the process, a status of
-500, one above it without a sentence in an error object, a traceback in the log, memory above the
-cap, a sequence that is not free at the end, or an end that takes longer than two seconds. Exits 1
-where there was one.
+The fields are upstream's declarations (`server-schema.cpp`) and those of the published description
+(`/openapi.json`), each with values of its declared type, at its bounds, and of other types. Some
+clients disconnect early, and some never read.
+
+Findings about the process are its end, a traceback in its log, and memory above the limit. At the
+end of the run, findings are a sequence that is not free, and an exit that takes longer than two
+seconds. Findings about an answer are a status of 500, and a higher status without a message in an
+error object. Exits with 1 if there was a finding.
 """
 
 import argparse
@@ -36,12 +38,12 @@ CAP = 300 << 20
 OPTIONS = ("--ram", str(CAP), "--parallel", "4", "--ctx", "512")
 KEY = "a key"
 MOST_END_S = 2.0
-SENTENCE = rb'"(?:message|error)": ?"[^"]{8,400}"'  # Ollama's form has no object around it
+SENTENCE = rb'"(?:message|error)": ?"[^"]{8,400}"'  # Ollama's errors are not in an object
 CLIENTS, MOST_HELD = 6, 12
-# A request of these passes by itself, so that what is changed in it is what is tried.
+# A request that succeeds, so that each test changes one thing.
 MESSAGES = [{"role": "user", "content": "One two"}]
 CHAT, PROMPT = {"messages": MESSAGES, "max_tokens": 4}, {"prompt": "One two", "max_tokens": 4}
-SOUND = {
+VALID = {
     **{"ChatRequest": CHAT, "MessagesRequest": CHAT},
     **{"CompletionRequest": PROMPT, "NativeRequest": PROMPT},
     "ResponsesRequest": {"input": "One two", "max_output_tokens": 4},
@@ -61,7 +63,7 @@ WORDS = (
     'root ::= ("a"?){5000}',
 )
 PATTERNS = ("^a+$", "^(a|b)*c$", "^((((a*)*)*)*)*$", "[", "^")
-# Nests deeper than Python writes JSON; put into the text in the end.
+# A placeholder for nesting that is too deep for Python's JSON encoder.
 DEEP = "<deep>"
 
 
@@ -73,7 +75,7 @@ def nested(depth):
 
 
 def schemas(rng):
-    """JSON schemas that a converter to a grammar has to bear."""
+    """Return a JSON schema that the converter to a grammar must handle."""
     many = {f"p{n}": {"type": "string"} for n in range(rng.choice((3, 40, 2_000)))}
     deep = {"type": "string"}
     for _ in range(rng.choice((2, 60, 200))):
@@ -100,12 +102,12 @@ def schemas(rng):
 
 
 CONSTANTS = (None, True, False)
-# A kind stands here as often as it shall come.
+# A kind is listed as often as its probability requires.
 PLAIN = (CONSTANTS, CONSTANTS, NUMBERS, NUMBERS, FLOATS, WORDS, WORDS)
 
 
 def anything(rng):
-    """A value of any JSON type, most of them short."""
+    """Return a value of any JSON type. Most are short."""
     few = rng.choice((0, 1, 3))
     kind = rng.choice((*PLAIN, "schema", "list", "object", "deep", "long"))
     if kind == "list":
@@ -120,7 +122,7 @@ def anything(rng):
 
 
 def of_kind(rng, kind):
-    """A value of a type that upstream declares: bool, num, str, nested or json."""
+    """Return a value of a type that upstream declares: bool, num, str, nested or json."""
     if kind == "bool":
         return rng.random() < 0.5
     if kind == "num":
@@ -133,14 +135,14 @@ def of_kind(rng, kind):
 
 
 def biases(rng):
-    """Values of `logit_bias`, which has several forms."""
+    """Return values of `logit_bias`, which has several forms."""
     tokens = [[rng.randrange(300), rng.choice((-100, 5.5, False))] for _ in range(5)]
     many = {str(n): 1 for n in range(rng.choice((3, 50_000)))}
     return [tokens, many, {"word": -1, "1": False}, [["word " * 200, 1]] * rng.choice((3, 3_000))]
 
 
 def tool(rng, name):
-    """In each of the forms that a path may have."""
+    """Return a tool with the fields of every route's form."""
     function = {"name": name, "parameters": schemas(rng)}
     own = {"input_schema": schemas(rng), "parameters": schemas(rng)}
     return {"type": "function", "name": name, "function": function, **own}
@@ -153,7 +155,7 @@ def message(rng):
     return {"role": role, "content": content}
 
 
-# Fields whose values have a form of their own: a choice of them, or what makes one.
+# Fields whose values have their own form: a choice of values, or a function that makes one.
 FORMS = {
     "logit_bias": lambda rng: rng.choice(biases(rng)),
     "json_schema": schemas,
@@ -180,7 +182,10 @@ FORMS = {
 
 
 def declared(cache):
-    """Each field that upstream's server declares, and its kind. cache: with its source."""
+    """Return each field that upstream's server declares, and its kind.
+
+    cache: has upstream's source.
+    """
     found = {}
     for source in sorted(cache.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
         text = re.sub(r"(?ms)^#if 0.*?^#endif|//[^\n]*", "", source.read_text())
@@ -195,7 +200,7 @@ BROKEN = (b"", b"[1]", b"{", b"\xff", b'{"a": NaN}', b"[" * 50_000)
 
 
 class Requests:
-    """Random requests to every path of the description."""
+    """Random requests to every path of the published description."""
 
     def __init__(self, seed):
         self._rng = random.Random(seed)
@@ -211,14 +216,14 @@ class Requests:
                 self._paths += [(method.upper(), path, name)] * 4
 
     def next(self):
-        """(method, path, body)."""
+        """Return (method, path, body)."""
         rng = self._rng
         method, path, name = rng.choice(self._paths)
         if not name:
             return method, path, b""
         if rng.random() < 0.02:
             return method, path, rng.choice(BROKEN)
-        data = {**SOUND[name]}
+        data = {**VALID[name]}
         own = list(SCHEMAS[name]["properties"])
         for _ in range(rng.choice((1, 1, 2, 3, 6))):
             field = rng.choice(own if rng.random() < 0.4 else list(self._declared))
@@ -237,7 +242,7 @@ class Requests:
 
 
 class Fuzz:
-    """Clients at once, and what came of their requests."""
+    """Concurrent clients, and the results of their requests."""
 
     def __init__(self, served, seed, key):
         self.served, self.seed, self.key = served, seed, key
@@ -261,7 +266,7 @@ class Fuzz:
             thread.join(HANG_S)
 
     def close(self):
-        """Lets go of the connections that nothing is read from."""
+        """Close the connections that were left unread."""
         for sock in self._held:
             sock.close()
 
@@ -279,14 +284,14 @@ class Fuzz:
                 self._watch()
 
     def _watch(self):
-        """Notes what was asked when the process first had more than the cap."""
+        """Record the requests at the moment when the process first exceeds the limit."""
         peak = peak_bytes(self.served.process.pid)
         if peak > CAP and not self.is_over:
             self.is_over = True
             self.findings.append(f"peak {peak} bytes of {CAP} in {self.asked()}")
 
     def asked(self):
-        """What each client asked last."""
+        """Return the last request of each client."""
         return "\n    ".join(["", *self._asked.values()])
 
     def _ask(self, rng, method, path, body):
@@ -328,13 +333,13 @@ class Fuzz:
 
 
 def peak_bytes(pid):
-    """The most resident memory that a process ever had."""
+    """Return the peak resident memory of a process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) << 10 if found else 0  # it has ended
+    return int(found[1]) << 10 if found else 0  # the process has ended
 
 
 def plain(served, key):
-    """The status of a plain completion, or what kept it from one."""
+    """Return the status of a plain completion, or the error."""
     data = {"prompt": "Spain", "max_tokens": 8, "ignore_eos": True}
     head = {"x-api-key": KEY} if key else {}
     try:
@@ -347,7 +352,7 @@ def plain(served, key):
 
 
 def ended(served, what):
-    """The findings of an end by SIGTERM: its status, its time, and what a log must not have."""
+    """End the server by SIGTERM. Return findings about its status, its time, and its log."""
     start = perf_counter()
     status, said = served.end()
     took = perf_counter() - start
@@ -360,7 +365,10 @@ def ended(served, what):
 
 
 def fuzz(cache, options, seconds, seed, key):
-    """The findings of one server. It has to answer four at once at the end, and to end in time."""
+    """Return the findings of one server.
+
+    At the end it must answer four requests at once and end in time.
+    """
     with serving(cache, *options) as served:
         run = Fuzz(served, seed, key)
         run.start(CLIENTS)
@@ -385,7 +393,7 @@ def fuzz(cache, options, seconds, seed, key):
 
 
 def stops(cache, options, times, seed, key):
-    """SIGTERM at random moments of such requests: each end is clean and in time."""
+    """Send SIGTERM at random moments. Each end must be clean and in time."""
     rng, findings = random.Random(seed), []
     for number in range(times):
         with serving(cache, *options) as served:
@@ -404,8 +412,8 @@ def main():
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--key", action="store_true", help="the server asks for a key")
-    parser.add_argument("--stops", type=int, default=0, help="SIGTERM at so many moments instead")
+    parser.add_argument("--key", action="store_true", help="the server requires a key")
+    parser.add_argument("--stops", type=int, default=0, help="number of runs that end by SIGTERM")
     asked = parser.parse_args()
     options = ["-m", str(asked.model.resolve()), *OPTIONS, *(["--api-key", KEY] * asked.key)]
     work, most = (stops, asked.stops) if asked.stops else (fuzz, asked.seconds)

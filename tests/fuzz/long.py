@@ -1,12 +1,13 @@
-"""Fuzzing for as long as you like: `make fuzz`, or
+"""Fuzzing for any length of time: `make fuzz`, or
 
     python tests/fuzz/long.py --seconds 600
 
-Half of the time the search is at random; the other half follows the code that it reaches, where
-atheris is installed (pip install atheris). The process may take only 256 MiB more than it has at
-its start, and a case 20 seconds of CPU time. A finding is anything but an answer: it is printed
-once, with the seed bytes that bring it back (`--replay HEX`), and the search goes on. Exits 1
-where there was one.
+Half of the time the search is random. In the other half it follows code coverage, if atheris is
+installed (pip install atheris). The process may use 256 MiB more memory than at its start, and a
+case 20 seconds of CPU time.
+
+A finding is a crash, a hang or an unexpected exception. It is printed once, with the seed bytes
+that reproduce it (`--replay HEX`), and the search continues. Exits with 1 if there was a finding.
 """
 
 import argparse
@@ -31,11 +32,11 @@ SEED_BYTES = 256
 
 
 class Hang(Exception):
-    """A case took more CPU time than any file is worth."""
+    """A case took too much CPU time."""
 
 
 class Bytes(Random):
-    """Chance out of given bytes, and zeros behind them: what a fuzzer can steer."""
+    """A random source that returns given bytes, and then zeros, so that a fuzzer can control it."""
 
     def __init__(self, data):
         super().__init__(0)
@@ -52,7 +53,7 @@ class Bytes(Random):
 
 @contextlib.contextmanager
 def limits():
-    """Bounds on memory and on the CPU time of a case."""
+    """Limit the memory, and the CPU time of a case."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * os.sysconf("SC_PAGE_SIZE") + MORE_BYTES
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -71,7 +72,7 @@ def limits():
 
 
 class Search:
-    """Runs cases and keeps what came of them. The first byte of a seed picks the target."""
+    """Run cases and count their results. The first byte of a seed chooses the target."""
 
     def __init__(self, folder, names):
         from targets import TARGETS, Bench
@@ -86,7 +87,7 @@ class Search:
         signal.setitimer(signal.ITIMER_PROF, CASE_SECONDS)
         try:
             answer = self.targets[name](self.bench, Bytes(data[1:]))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except Exception as error:  # noqa: BLE001 - every exception is a finding
             answer = "FINDING"
             self._found(name, data, error)
         finally:
@@ -117,7 +118,7 @@ def at_random(search, seconds, random):
 
 
 def follow_coverage(search, seconds, random, done):
-    """libFuzzer's loop, which only ends with the process."""
+    """Run libFuzzer's loop, which only ends with the process."""
     import atheris
 
     end = time.monotonic() + seconds
@@ -139,7 +140,7 @@ def follow_coverage(search, seconds, random, done):
 
 
 def instrumented():
-    """Whether atheris is there; it then has seen to it that coverage is counted."""
+    """Return whether atheris is installed. It then instruments our packages for coverage."""
     try:
         import atheris
     except ImportError:

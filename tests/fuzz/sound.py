@@ -1,4 +1,4 @@
-"""Sound files of every kind that we read: what the targets damage."""
+"""Valid files of every kind that we read, which the targets damage."""
 
 import json
 
@@ -23,7 +23,7 @@ NUMBERS = {"embedding_length": 32, "expert_count": 2, "expert_used_count": 1}
 
 
 class Bench:
-    """The good files that everything is derived from, made once in a folder."""
+    """The valid files, written once into a folder."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -63,7 +63,7 @@ class Bench:
 
 
 def _checkpoint(folder):
-    """A checkpoint folder with all that is looked at; the header of its weights."""
+    """Write a checkpoint folder with all files that are read. Return the header of its weights."""
     folder.mkdir()
     entries = {
         f"w{i}": {"dtype": "BF16", "shape": [4, 8], "data_offsets": [64 * i, 64 * i + 64]}
@@ -89,7 +89,7 @@ def _checkpoint(folder):
 
 
 def _imatrix(model, path):
-    """An importance matrix of the model, as it is written after a calibration."""
+    """Write an importance matrix of the model, as after a calibration."""
     counts = np.full(model.n_expert, 40, np.float32)
     entries = {
         expert_tensor_name(il, kind): Entry(np.ones(shape[0] * model.n_expert, np.float32), counts)
@@ -102,7 +102,7 @@ def _imatrix(model, path):
 
 
 def _losses(model, path):
-    """A loss table in which one expert saw no token."""
+    """Write a loss table in which one expert saw no token."""
     counts = np.array([[3, 0], [40, 7]])
     loss = np.where(counts[..., None] > 0, np.array([0.0, 0.25]), np.nan)
     candidates = [TablePrecision("q8_0", 8.5, True), TablePrecision("q4_0", 4.5, True)]

@@ -1,5 +1,8 @@
-"""What reads files from outside, each with damaged ones. A target answers "accepted" or the name
-of the error; anything but a MoeEdgeError that names its file comes out as it is: a finding."""
+"""Targets: readers of external files, each with damaged input.
+
+A target returns "accepted" or the name of the error. Any exception but a MoeEdgeError that names
+its file is a finding.
+"""
 
 import io
 import json
@@ -36,8 +39,8 @@ from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.lab.replay.file import read_trace
 from orchestrator.lab.replay.trace import FORMAT
-from orchestrator.plan.machine import Machine
 from orchestrator.plan.planning import plan_memory, scratch_bytes
+from orchestrator.plan.records import Machine, PlanRequest
 
 ACCEPTED = "accepted"
 
@@ -49,7 +52,7 @@ def _written(bench, data, name="fuzz.gguf"):
 
 
 def _answer(paths, work):
-    """Runs it; an error has to name one of the files."""
+    """Run work. An error must name one of the files."""
     try:
         work()
     except MoeEdgeError as error:
@@ -59,8 +62,10 @@ def _answer(paths, work):
 
 
 def _described(files, paths):
-    """Describes a model of one or two files that is made of paths; `verify` has to see at least
-    what keeps it from being opened."""
+    """Describe a model of one or two files that is made of paths.
+
+    `verify` must report at least the problems that prevent opening it.
+    """
 
     def work():
         with ExpertModel.open(*files) as model:
@@ -74,7 +79,7 @@ def _described(files, paths):
 
 
 def header(bench, random):
-    """Opening a model, and all that is told of it without running it."""
+    """Open a model, and describe it without running it."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
 
     def work():
@@ -86,7 +91,7 @@ def header(bench, random):
 
 
 def plan(bench, random):
-    """Laying a model out in memory. What is refused here is the options' fault, not the file's."""
+    """Plan a model's memory. A refusal here concerns the options, not the file."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     try:
         with ExpertModel.open(path) as model:
@@ -96,7 +101,7 @@ def plan(bench, random):
                 del options["expert_ram"]
             config = Config.build(model=path, **options)
             scratch_bytes(model, config)
-            made = plan_memory(config, model, Machine(1 << 34))
+            made = plan_memory(PlanRequest(config), model, Machine(1 << 34))
             assert made.total_bytes >= 0
     except MoeEdgeError as error:
         assert str(error)
@@ -105,18 +110,18 @@ def plan(bench, random):
 
 
 def checked(bench, random):
-    """`verify` never raises: what is wrong is a finding that names the file."""
+    """`verify` never raises: each problem is a finding that names the file."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     report = verify(path, threads=1, ggml=_ggml())
     assert all(str(path) in problem.text for problem in report.problems)
     json.dumps(report.as_dict())
-    if not report.problems:  # what verify calls good can be opened
+    if not report.problems:  # a file that verify accepts can be opened
         ExpertModel.open(path).close()
     return "problems" if report.problems else ACCEPTED
 
 
 def pair(bench, random):
-    """A high and a low file, one of them damaged."""
+    """A high and a low file, one of which is damaged."""
     which = random.randrange(2)
     files = [bench.high, bench.low]
     files[which] = _written(bench, damage.damaged(bench.pair_models[which], random))
@@ -124,7 +129,7 @@ def pair(bench, random):
 
 
 def parts(bench, random):
-    """A model in three files, one of them damaged."""
+    """A model in three files, one of which is damaged."""
     which = random.randrange(3)
     folder = bench.folder / "damaged"
     folder.mkdir(exist_ok=True)
@@ -138,7 +143,7 @@ def parts(bench, random):
 
 
 def written(bench, random):
-    """`pack` and `export` of whatever can be opened: the copy is as good as its source."""
+    """`pack` and `export` of every file that can be opened: the copy is as good as its source."""
     path = _written(bench, damage.damaged(random.choice(bench.models), random))
     out = bench.folder / "out.gguf"
     out.unlink(missing_ok=True)
@@ -154,7 +159,7 @@ def written(bench, random):
     assert not list(bench.folder.glob(".out.gguf*"))
     if out.exists():
         problems = verify(out, threads=1, ggml=_ggml()).problems
-        # what ggml calls no number, or cannot validate, is copied
+        # NaN values and data that ggml cannot validate are copied
         structural = [
             each.text
             for each in problems
@@ -165,7 +170,7 @@ def written(bench, random):
 
 
 def importance(bench, random):
-    """An importance matrix of either format."""
+    """An importance matrix in either format."""
     if random.randrange(2):
         data = damage.damaged(bench.imatrix, random)
     else:
@@ -180,7 +185,7 @@ def importance(bench, random):
 
 
 def _older_imatrix(model, random):
-    """The format before GGUF, with some numbers changed."""
+    """Return an importance matrix in the format before GGUF, with some numbers changed."""
 
     def odd(value):
         if random.randrange(24) == 23:
@@ -199,7 +204,7 @@ def _older_imatrix(model, random):
 
 
 def checkpoint(bench, random):
-    """A checkpoint folder, one of its files damaged."""
+    """A checkpoint folder with one damaged file."""
     folder = bench.folder / "damaged-checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(bench.checkpoint, folder)
@@ -248,7 +253,7 @@ def hotness(bench, random):
 
 
 def trace(bench, random):
-    """A recorded run: its arrays, its header, or bytes of the file changed."""
+    """A recorded run with damaged arrays, a damaged header, or changed bytes."""
     what = random.randrange(3)
     if what == 0:
         data = bytearray(bench.trace_bytes)
@@ -295,7 +300,7 @@ def _npy(array, random):
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     data = buffer.getvalue()
-    if random.randrange(40) == 39:  # a shape that is not there
+    if random.randrange(40) == 39:  # a wrong shape
         shape = str(array.shape).encode()
         huge = str((random.choice(damage.NUMBERS),) * array.ndim).encode()
         data = data.replace(shape, huge, 1)

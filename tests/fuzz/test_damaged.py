@@ -1,5 +1,7 @@
-"""A few seconds of what tests/fuzz/long.py does for ten minutes: whatever a file says, the answer
-is an error of ours or a model, at once, in little memory."""
+"""A short form of tests/fuzz/long.py: every damaged file gives an error of ours or a model.
+
+The result comes at once and with little memory.
+"""
 
 import tracemalloc
 from random import Random
@@ -15,7 +17,7 @@ from gguf_tools.file.reader import GGUFFile
 from gguf_tools.file.writer import GGUFWriter, encode_value
 from gguf_tools.quantize.ggml import library_path
 
-# A damaged file of 100 KiB; a good one takes a tenth of it.
+# Memory limit for a damaged file of 100 KiB. A valid file takes a tenth of it.
 MOST_BYTES = 16 << 20
 REPEATABLE = {"deadline": None, "derandomize": True, "database": None}
 
@@ -26,7 +28,7 @@ def search(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_answer_is_an_answer(search, name):
+def test_every_target_accepts_or_refuses(search, name):
     target = TARGETS[name]
     if target in WITH_GGML:
         try:
@@ -59,9 +61,12 @@ values = st.recursive(single, lambda inner: st.lists(inner, max_size=4), max_lea
 
 @settings(max_examples=150, **REPEATABLE)
 @given(metadata=st.dictionaries(texts, values, max_size=4))
-def test_metadata_is_read_back_as_it_was_written(tmp_path_factory, metadata):
-    """Or the writer refuses it: mixed lists, an empty key, control characters in a key, an
-    alignment of another kind."""
+def test_metadata_survives_a_round_trip(tmp_path_factory, metadata):
+    """Metadata that was written is read unchanged.
+
+    The writer may refuse mixed lists, an empty key, control characters in a key, or an alignment of
+    the wrong type.
+    """
     path = tmp_path_factory.mktemp("meta") / "m.gguf"
     refused = set()
     with GGUFWriter(path) as writer:

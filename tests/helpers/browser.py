@@ -1,6 +1,6 @@
-"""A headless Chromium, driven as a person would: for tests that look at the server's page.
+"""A headless Chromium that tests of the server's page control as a person would.
 
-It is spoken to in the DevTools protocol over a pipe, which needs no package.
+The tests use the DevTools protocol over a pipe, which needs no package.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import time
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-# Only what hangs takes so long.
+# No correct answer takes this long.
 HANG_S = 120.0
-# Flags without which it asks its maker for updates, or needs what a container lacks.
+# Flags that disable updates and features that a container lacks.
 FLAGS = (
     *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--no-first-run"),
     *("--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions", "--disable-sync"),
@@ -29,7 +29,7 @@ SHIFT = 8
 
 
 def chromium():
-    """The browser's path. Skips the test where there is none."""
+    """Return the browser's path. Skip the test if there is none."""
     for name in NAMES:
         if path := shutil.which(name):
             return path
@@ -37,13 +37,14 @@ def chromium():
 
 
 class Browser:
-    """One process of Chromium, and the messages to it and from it."""
+    """A Chromium process and its messages."""
 
     def __init__(self, path, folder):
-        """folder: where it keeps its profile."""
+        """folder: for the browser's profile."""
         commands, self._to = os.pipe()
         self._from, answers = os.pipe()
-        # Chromium reads the descriptor 3 and writes 4. Copies above them keep the two free.
+        # Chromium reads from descriptor 3 and writes to 4. Higher numbers for the copies keep these
+        # two free.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (commands, answers)]
         actions = [
             (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
@@ -60,7 +61,10 @@ class Browser:
         self.events = []
 
     def call(self, method, session=None, **params):
-        """A command's result. Raises AssertionError where the browser refuses it, or is gone."""
+        """Return a command's result.
+
+        Raises AssertionError if the browser refuses it or has ended.
+        """
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         if session:
@@ -78,9 +82,9 @@ class Browser:
         end_s = time.monotonic() + HANG_S
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._from], [], [], max(0, end_s - time.monotonic()))
-            assert ready, "the browser hangs"
+            assert ready, "timed out: the browser does not answer"
             part = os.read(self._from, 1 << 20)
-            assert part, "the browser is gone"
+            assert part, "the browser has ended"
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\0")
         said = json.loads(line)
@@ -95,7 +99,7 @@ class Browser:
 
 
 class Tab:
-    """One page in a window of its own, which shares nothing with others."""
+    """A page in its own window, isolated from other windows."""
 
     def __init__(self, browser):
         self._browser = browser
@@ -111,7 +115,7 @@ class Tab:
         return self._browser.call(method, self._session, **params)
 
     def events(self, method):
-        """The parameters of each event of a kind that this tab told of."""
+        """Return the parameters of each event of a kind in this tab."""
         return [
             event["params"]
             for event in self._browser.events
@@ -123,7 +127,7 @@ class Tab:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def value(self, expression):
-        """What JavaScript computes. Raises AssertionError with what it throws."""
+        """Return the value of a JavaScript expression. Raises AssertionError if it throws."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -131,20 +135,20 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, expression):
-        """Waits until JavaScript computes something true, and returns that."""
+        """Wait until a JavaScript expression is true, and return its value."""
         end_s = time.monotonic() + HANG_S
         while not (value := self.value(expression)):
-            assert time.monotonic() < end_s, f"never true: {expression}\n{self.text()}"
+            assert time.monotonic() < end_s, f"timed out: {expression}\n{self.text()}"
             time.sleep(0.05)
         return value
 
     def text(self):
-        """What the page says."""
+        """Return the text of the page."""
         text = self.value("document.body.innerText")
         return text
 
     def type(self, text):
-        """Puts a text where the keyboard's focus is."""
+        """Insert a text at the keyboard focus."""
         self.call("Input.insertText", text=text)
 
     def press(self, key, shift=False):
@@ -155,7 +159,7 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def shape(self, width, height, dark=False):
-        """Another size of the window, and the colours that the person prefers."""
+        """Set the window's size and the preferred colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -164,7 +168,7 @@ class Tab:
 
 @contextlib.contextmanager
 def browsing(folder):
-    """A browser with an empty profile. Skips where none is installed."""
+    """A browser with an empty profile. Skip the test if none is installed."""
     browser = Browser(chromium(), folder)
     try:
         yield browser

@@ -1,13 +1,15 @@
-"""The memory of every command that loads a model, each in a memory cgroup of its own ``--ram``.
+"""Run every command that loads a model in a memory cgroup with the limit of its ``--ram``.
 
     python tests/helpers/capped.py --model PACKED.gguf --ram 1GiB --text TEXT.txt [COMMAND ...]
 
-The kernel ends a process that needs more than the cgroup's limit. What may be dropped at any time,
-pages of files, counts for nobody; peak is what may not, read every few milliseconds. Beside it
-stand the pages of programs and libraries, which a cgroup is charged for where nobody else was
-before. A command that has no --ram runs in the same cgroup without. With --ram least each command
-gets the smallest cap that it names itself, all of which it plans to use: how far the peak stays
-below is how much the plan is too high. Needs root and cgroups of version 1 or 2.
+The kernel kills a process that needs more memory than its cgroup's limit. The peak is the memory
+that cannot be dropped, sampled every few milliseconds. File pages can be dropped and do not count.
+The output also shows the pages of programs and libraries, which the kernel charges to the first
+cgroup that uses them.
+
+A command without --ram runs in the same cgroup. With `--ram least`, each command gets the smallest
+limit that it names itself. It plans to use all of it, so the difference to the peak shows how much
+the plan is too high. Needs root and cgroups of version 1 or 2.
 """
 
 import argparse
@@ -35,21 +37,21 @@ from orchestrator.settings import parse_size
 REPO = Path(__file__).resolve().parents[2]
 ROOT = Path("/sys/fs/cgroup")
 LOOK_S = 0.005
-# Reading a process's maps takes long.
+# Reading a process's memory map is slow.
 MAPS_S = 0.5
 MIB = 1 << 20
-# By each of several clients.
+# Requests of each client, if there are several.
 ASKED = 20
 ANSWER_TOKENS = 64
-# Of an answer in JSON, for which a grammar takes memory.
+# The schema of a JSON answer, whose grammar needs memory.
 YEARS = {"type": "array", "items": {"type": "number"}}
 FACTS = {"type": "object", "properties": {"name": {"type": "string"}, "years": YEARS}}
 FORM = {"name": "facts", "schema": FACTS | {"required": ["name", "years"]}}
-# What a chat template and the begin of a text take beside the text itself, at most.
+# Maximum number of tokens that a chat template and the beginning of a text add.
 TEMPLATE_TOKENS = 64
-# Where a command asks for less than it can have, to say what it needs.
-ROOMY = 1 << 30
-# A command looks at what its cgroup has left, which the kernel's own takes some of.
+# A limit that is large enough for a command to report its minimum.
+AMPLE = 1 << 30
+# A command reads what is left in its cgroup, and the kernel uses part of that.
 KERNEL = 8 << 20
 _LEAST = re.compile(r"the smallest (?:--ram )?that works[^;]*? is ([\d.]+ \w+)")
 _START = "import sys; from orchestrator.__main__ import main; sys.argv[0] = 'moe-edge'; main()"
@@ -59,7 +61,7 @@ class Group:
     """A memory cgroup with a limit."""
 
     def __init__(self, folder, limit_bytes):
-        """Raises OSError where none can be made."""
+        """Raises OSError if the cgroup cannot be created."""
         self.folder = folder
         folder.mkdir()
         try:
@@ -78,11 +80,11 @@ class Group:
         return cls(parent / f"moe-edge-{os.getpid()}-{time.monotonic_ns()}", limit_bytes)
 
     def enter(self):
-        """For a child before it becomes another program."""
+        """Move this process into the cgroup. Called in a child before it runs another program."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def used_bytes(self):
-        """What cannot be dropped: memory that no file is behind, and the kernel's own."""
+        """Return the bytes that cannot be dropped: anonymous memory and the kernel's own."""
         lines = (self.folder / "memory.stat").read_text().splitlines()
         found = dict(line.split() for line in lines)
         if not self._is_first:
@@ -100,8 +102,11 @@ class Group:
 
 
 class Run(NamedTuple):
-    """How a command went in its cgroup: its status, what it said, its peak in bytes, and that of
-    the pages of programs and libraries that its first process has."""
+    """The result of a command in its cgroup.
+
+    It has the status, the output, the peak in bytes, and the bytes of program and library pages of
+    its first process.
+    """
 
     status: int
     out: str
@@ -111,8 +116,10 @@ class Run(NamedTuple):
 
 
 def run(args, limit_bytes, use=None):
-    """A command of moe-edge in a cgroup. use: what is done with it while it runs. Raises OSError
-    where no cgroup can be made."""
+    """Run a command of moe-edge in a cgroup. Raises OSError if the cgroup cannot be created.
+
+    use: called with the process while it runs.
+    """
     with closing(Group.make(limit_bytes)) as group:
         process = subprocess.Popen(
             [sys.executable, "-c", _START, *args],
@@ -150,7 +157,7 @@ def run(args, limit_bytes, use=None):
 
 
 def _library_bytes(pid):
-    """What a process has in memory of files that it runs."""
+    """Return the resident bytes of a process's program files."""
     try:
         text = Path(f"/proc/{pid}/smaps").read_text()
     except OSError:
@@ -166,8 +173,11 @@ def _library_bytes(pid):
 
 
 def ask_server(port, clients, full=()):
-    """Asks a server for answers to prompts of all lengths, so many clients at once, and ends it.
-    One client asks for those in full alone, one behind the other, and for an answer in JSON."""
+    """Return a function that sends requests to a server and then ends it.
+
+    Several clients send prompts of all lengths at the same time. A single client sends the prompts
+    of `full` in sequence, and then requests an answer in JSON.
+    """
 
     def use(process):
         url = f"http://127.0.0.1:{port}"
@@ -186,7 +196,7 @@ def ask_server(port, clients, full=()):
                 json.dumps(body | {"max_tokens": ANSWER_TOKENS}).encode(),
                 {"Content-Type": "application/json"},
             )
-            with suppress(OSError):  # the process says why it ended
+            with suppress(OSError):  # the process reports why it ended
                 urllib.request.urlopen(asked, timeout=3600).read()
 
         def ask(number):
@@ -207,9 +217,12 @@ def ask_server(port, clients, full=()):
 
 
 class Line(NamedTuple):
-    """A command line; has_ram: it takes --ram; port: that of a server, and how many clients it
-    gets, and the prompts of one alone; before: the arguments of another one that makes what it
-    reads, without a cap."""
+    """A command line.
+
+    has_ram: it has the option --ram. port: the port of a server. clients: the number of its
+    clients. full: the prompts of a single client. before: arguments of a command that makes the
+    input, without a limit.
+    """
 
     args: list[str]
     has_ram: bool = True
@@ -223,10 +236,13 @@ class Line(NamedTuple):
         return self._run(ram, *own, *more)
 
     def run_least(self):
-        """In the smallest cap that it says will do, and that cap. Without --ram: a roomy one."""
+        """Run with the smallest limit that the command names. Return the result and the limit.
+
+        A command without --ram gets a large limit.
+        """
         if not self.has_ram:
-            return self.run(ROOMY), ROOMY
-        ram, found = 1, self._run(ROOMY, "--ram=1B")
+            return self.run(AMPLE), AMPLE
+        ram, found = 1, self._run(AMPLE, "--ram=1B")
         while (named := _LEAST.search(found.err + found.out)) and parse_size(named[1]) > ram:
             ram = parse_size(named[1])
             found = self._run(ram + KERNEL, f"--ram={ram}")
@@ -234,7 +250,7 @@ class Line(NamedTuple):
 
     def _run(self, limit_bytes, *more):
         if self.before:
-            made = run(self.before, ROOMY)
+            made = run(self.before, AMPLE)
             if made.status:
                 return made
         use = ask_server(self.port, self.clients, self.full) if self.port else None
@@ -242,7 +258,7 @@ class Line(NamedTuple):
 
 
 def filling(model, words, n_tokens):
-    """Words again and again, of so many tokens at most, and hardly fewer."""
+    """Repeat words to a text of nearly n_tokens tokens, and not more."""
     from orchestrator.native.llama import Bindings, Model
 
     often = 64
@@ -257,11 +273,13 @@ def filling(model, words, n_tokens):
 
 
 def commands(model, text, out, tokens, types="q4_k", ctx=1024):
-    """Command lines by name, without --ram. ctx: the context of those that have one."""
+    """Return command lines by name, without --ram. ctx: context of the commands that have one."""
     reads = ["-m", str(model), f"--ctx={ctx}"]
-    # All of the context, which memory is planned for, and takes when it is written.
-    room = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
-    long, other = (filling(model, words, room) for words in ("Once upon a time, ", "And then a "))
+    # Nearly the full context: memory is planned for it, and used when it is written.
+    n_tokens_of_prompt = ctx - ANSWER_TOKENS - TEMPLATE_TOKENS
+    long, other = (
+        filling(model, words, n_tokens_of_prompt) for words in ("Once upon a time, ", "And then a ")
+    )
     text_of = [f"--text={text}", f"--tokens={tokens}"]
     calib = [f"--calib={text}", f"--calib-tokens={tokens}"]
     trace = out / "t.npz"
@@ -282,7 +300,7 @@ def commands(model, text, out, tokens, types="q4_k", ctx=1024):
             before=[*calibrate, "--force", f"--out={out / 'l.json'}"],
         ),
         "chat, dynaexq": Line([*chat, "--policy=dynaexq"]),
-        # What was read before is kept once another prompt comes.
+        # The first prompt's state is kept when another prompt comes.
         "serve": Line(serve, port=port, full=[long, other, long]),
         "serve, 8 clients": Line(serve, port=port, clients=8),
         "eval": Line(judge),
@@ -311,7 +329,7 @@ def main():
     parser.add_argument("names", nargs="*")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--ram", default="1GiB", help="a size, or least")
+    parser.add_argument("--ram", default="1GiB", help="a size, or `least`")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--ctx", type=int, default=1024)
     args = parser.parse_args()
@@ -320,7 +338,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         known = commands(args.model, args.text, Path(folder), args.tokens, ctx=args.ctx)
         if unknown := ", ".join(sorted(set(args.names) - set(known))):
-            parser.error(f"no command {unknown}: give some of {', '.join(known)}")
+            parser.error(f"no command {unknown}: choose from {', '.join(known)}")
         for name in args.names or known:
             if args.ram == "least":
                 found, ram = known[name].run_least()

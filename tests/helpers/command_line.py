@@ -1,4 +1,4 @@
-"""`moe-edge` in this process and in one of its own, for tests of what it says."""
+"""Run `moe-edge` in this process or in a separate one."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ MOE_EDGE = ("-m", "orchestrator")
 
 
 def run(*words, stdin=None):
-    """A command and its arguments, each of them made a text."""
+    """Run a command in this process. Arguments are converted to text."""
     return CliRunner().invoke(cli, [str(word) for word in words], input=stdin)
 
 
 def python(*words, stdin="", folder=REPO, **environment):
-    """What Python says to these words in a process of its own, as *MOE_EDGE, "list"."""
+    """Run Python with these arguments in a separate process, for example *MOE_EDGE, "list"."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
@@ -28,5 +28,5 @@ def python(*words, stdin="", folder=REPO, **environment):
         input=stdin,
         capture_output=True,
         encoding="utf-8",
-        timeout=600,  # only what hangs takes so long
+        timeout=600,  # no correct command takes this long
     )

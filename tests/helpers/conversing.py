@@ -1,12 +1,14 @@
-"""Conversations of several turns with a server, or with a fleet of them.
+"""Conversations of several turns with a server or a fleet.
 
 python tests/helpers/conversing.py URL --conversations 200 --turns 5 --at-once 6 [--header '']
 
-Prints one JSON object. found: the share of earlier turns' tokens that were not read again; whole:
-how many answers came to their end; broken: streams without one; refused: by status; ms: a token
-behind the first, and a request's first one (medians). --answers FILE keeps all that was asked and
-answered. --again FILE asks just that, with --last the last turn of each conversation: found is of
-all tokens then, and other counts what is answered in other words.
+Prints one JSON object. found: the fraction of tokens of earlier turns that were reused. whole: the
+number of complete answers. broken: incomplete streams. refused: counts by status. ms_token and
+ms_first: time of a token after the first, and of the first token of a request (medians).
+
+--answers FILE stores all requests and answers. --again FILE repeats these requests, and with --last
+only the last turn of each conversation. Then found is a fraction of all tokens, and other counts
+the answers with a different text.
 """
 
 import argparse
@@ -26,7 +28,7 @@ WORDS = "boat river stone garden winter lamp bread copper letter bridge horse wi
 
 
 class Talks:
-    """All conversations with one server, and what came of them."""
+    """All conversations with one server, and their results."""
 
     def __init__(self, url, answer_tokens, header, longest, system):
         self._where = urlsplit(url)
@@ -41,7 +43,7 @@ class Talks:
         self.answers = []
 
     def talk(self, number, turns):
-        """One conversation."""
+        """Run one conversation."""
         words, said, before = random.Random(number), list(self._system), 0
         for turn in range(turns):
             text = " ".join(words.choices(WORDS, k=self._longest))
@@ -55,7 +57,7 @@ class Talks:
             said.append({"role": "assistant", "content": text})
 
     def again(self, name, said, text):
-        """Whether it is answered in other words."""
+        """Repeat a request. Return whether the answer differs."""
         read, cached, _, now = self.ask(name, said)
         with self._lock:
             self.earlier += read + cached
@@ -63,14 +65,17 @@ class Talks:
         return now != text
 
     def ask(self, name, said):
-        """(tokens read, found in place, made; the answer), asked again where it broke off."""
+        """Return (tokens read, tokens reused, tokens made, the answer).
+
+        Repeat a request that breaks off.
+        """
         while True:
             answer = self._ask(name, said)
             if answer is not None:
                 return answer
 
     def _ask(self, name, said):
-        """As ask; None where it broke off."""
+        """Like `ask`, but return None if the request breaks off."""
         head = {"Content-Type": "application/json"}
         if self._header:
             head[self._header] = name
@@ -113,7 +118,7 @@ class Talks:
 
 
 def _events(reply):
-    """What a stream says; None for its end."""
+    """Yield the events of a stream, and None at its end."""
     for line in reply:
         if line.startswith(b"data: "):
             yield None if line.strip() == b"data: [DONE]" else json.loads(line[6:])
@@ -123,13 +128,13 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("--conversations", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0, help="The number of the first one.")
+    parser.add_argument("--first", type=int, default=0, help="First conversation.")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--words", type=int, default=40)
-    parser.add_argument("--system", type=int, default=0, help="Words before all of them.")
-    parser.add_argument("--header", default="x-session-id", help="Names a conversation.")
+    parser.add_argument("--system", type=int, default=0, help="Words of the system prompt.")
+    parser.add_argument("--header", default="x-session-id", help="Its name.")
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--again", type=Path)
     parser.add_argument("--last", action="store_true")

@@ -1,4 +1,4 @@
-"""Splits a GGUF as llama.cpp's gguf-split does, for the tests of split models."""
+"""Split a GGUF as llama.cpp's gguf-split does."""
 
 from gguf_tools.file.layout import DEFAULT_ALIGNMENT, KEY_ALIGNMENT, ValueType
 from gguf_tools.file.reader import GGUFFile
@@ -10,9 +10,9 @@ def part_path(folder, name, index, n_parts):
 
 
 def split(path, folder, n_parts, *, name="m", bare_first=False):
-    """Writes the parts of `path` into `folder`; returns their paths, first part first.
+    """Write the parts of `path` into `folder`. Return their paths, the first part first.
 
-    All of the model's metadata is in the first part, whose alignment the others do not share.
+    The first part has all metadata of the model. The other parts have another alignment.
     bare_first: no tensors in the first part (gguf-split --no-tensor-first-split).
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""Tests of what a wheel brings, in the place of what `make build` made:
+"""Run tests with an installed wheel instead of the result of `make build`.
 
     python tests/helpers/installed.py dist/moe_edge-*.whl tests/unit tests/native -m "not rest"
 
-The wheel is installed into an environment of its own, which finds all other packages in this one.
-pytest runs in a copy of the checkout without orchestrator/ and gguf_tools/, so that nothing of the
-sources can be imported by mistake. Left out are tests of sources, as tests/contract, and of what
-only a build has.
+The wheel is installed into its own environment, which finds all other packages in the current one.
+pytest runs in a copy of the checkout without orchestrator/ and gguf_tools/, so that no source can
+be imported by mistake. Tests of the sources, such as tests/contract, and tests of the build are
+left out.
 """
 
 import shutil
@@ -27,29 +27,29 @@ LEFT_OUT = (
 
 
 def install(wheel, folder):
-    """The Python of a new environment with the wheel in it. No network is used."""
+    """Create an environment with the wheel, without network access. Return its Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     pip(python, "install", "--no-deps", "--no-index", str(wheel))
-    # A folder that is named here is searched, but the .pth files in it are not read: this is what
-    # leaves out the checkout, which is installed there as editable.
+    # A folder in a .pth file is searched, but its own .pth files are not read. This excludes the
+    # checkout, which is installed there as editable.
     (site_of(folder) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
 
 def pip(python, *arguments):
-    """This environment's pip, for another one."""
+    """Run the current environment's pip for another environment."""
     command = [sys.executable, "-m", "pip", "--python", str(python), *arguments, "--quiet"]
     subprocess.run(command, check=True)
 
 
 def site_of(folder):
-    """Where the packages of an environment are."""
+    """Return the folder of an environment's packages."""
     return next(folder.glob("lib/python3*/site-packages"))
 
 
 def copy_tests(folder):
-    """What tests are and what they need of the checkout, without its packages."""
+    """Copy the tests and the parts of the checkout that they need, without its packages."""
     for name in ("tests", "patches", "models"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "pyproject.toml", folder)
@@ -57,7 +57,7 @@ def copy_tests(folder):
 
 
 def run(wheel, arguments, folder):
-    """pytest's exit status, in an empty folder."""
+    """Run pytest in an empty folder. Return its exit status."""
     python = install(wheel, folder / "environment")
     left_out = [f"--deselect={each}" for each in LEFT_OUT]
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", *left_out, *arguments]

@@ -3,10 +3,10 @@
     python tests/helpers/interrupted_chat.py --times 200
     python tests/helpers/interrupted_chat.py --times 10 --model FILE --ram 8GiB --words 1300
 
-Each Ctrl-C comes while a prompt is read, while an answer is written, while experts are read at the
-prompt, or while slots are resized before a long prompt. The question has to be answered within
---hang seconds. Now and then a SIGTERM at such a moment ends the process, and the next one starts.
-Without --model it is a tiny model, whose reads are slowed down by slow_pread.c.
+Each Ctrl-C comes while a prompt is read, while an answer is written, during idle reads, or while
+slots are resized before a long prompt. The question must be answered within --hang seconds. Some
+processes are ended by SIGTERM at such a moment, and the next one starts. Without --model, the model
+is tiny and slow_pread.c delays its reads.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SLOW_PREAD_US = 15000
 
 
 def slow_reads(folder):
-    """The environment of a process whose reads from files are slow. Raises CalledProcessError."""
+    """Return an environment in which reads from files are slow. Raises CalledProcessError."""
     library, source = Path(folder) / "slow_pread.so", Path(__file__).with_name("slow_pread.c")
     command = ["cc", "-O1", "-fPIC", "-shared", "-o", library, source]
     subprocess.run([str(each) for each in command], check=True)
@@ -44,7 +44,10 @@ def slow_reads(folder):
 
 
 def tiny_model(folder):
-    """A model whose experts do not fit a cap, and that cap: its path, and bytes."""
+    """Write a model whose experts do not fit a memory limit.
+
+    Return its path and the limit in bytes.
+    """
     from mixing import SHAPE
 
     from gguf_tools import synthetic
@@ -60,14 +63,14 @@ def tiny_model(folder):
 
 @dataclass
 class Chats:
-    """Chats with one model, one after the other, and what came of each interrupt.
+    """Consecutive chats with one model, and the result of each interrupt.
 
-    words: of a long prompt. moments: what the interrupts come to, in turns. span_s: the longest
-    time from a message to a signal. hang_s: after which an answer counts as a hang.
+    words: length of a long prompt. moments: when the interrupts come, in turns. span_s: the longest
+    time from a message to a signal. hang_s: an answer that takes longer counts as a hang.
 
-    answers: how often the question after an interrupt was answered, by its moment. stopped: how
-    often the Ctrl-C before it stopped something. ended_s: how long each process lived after
-    SIGTERM. wrong: what went wrong.
+    answers: by moment, how often the question after an interrupt was answered. stopped: by moment,
+    how often Ctrl-C stopped something. ended_s: time from SIGTERM to the end of each process.
+    wrong: the failures.
     """
 
     args: list
@@ -87,7 +90,7 @@ class Chats:
         self._random = Random(self.seed)
 
     def run(self, times, a_process):
-        """Sends `times` interrupts, and a SIGTERM after every `a_process` of them."""
+        """Send `times` interrupts, and a SIGTERM after every `a_process` of them."""
         for first in range(0, times, a_process):
             with Terminal(
                 *self.args, home=self.home, program=MOE_EDGE, **self.environment
@@ -101,7 +104,7 @@ class Chats:
                     self.wrong.append(f"{first}: {error}")
 
     def interrupt(self, terminal, moment):
-        """Presses Ctrl-C at this moment, and asks a question afterwards."""
+        """Press Ctrl-C at this moment, and ask a question afterwards."""
         self.come_to(terminal, moment)
         self.stopped[moment] += "stopped" in self.stop(terminal)
         terminal.send(f"{self.text(3)}?\n")
@@ -110,25 +113,25 @@ class Chats:
         self.answers[moment] += 1
 
     def stop(self, terminal):
-        """Ctrl-C, and what is shown until the chat waits for keys."""
+        """Press Ctrl-C. Return the output until the chat waits for keys."""
         terminal.send(CTRL_C)
         terminal.until_it_reads(self.hang_s)
-        # CPython notices a Ctrl-C that came just before it waited for keys at the next key.
+        # If Ctrl-C comes just before the wait for keys, CPython notices it at the next key.
         terminal.send("\n")
         shown = terminal.wait(READY, self.hang_s)
         terminal.until_it_reads(self.hang_s)
         return shown
 
     def text(self, n_words):
-        """Words that no one has said before, so that they choose other experts."""
+        """Return new random words, so that they are routed to other experts."""
         letters = string.ascii_letters
         return " ".join("".join(self._random.choices(letters, k=4)) for _ in range(n_words))
 
     def come_to(self, terminal, moment):
-        """Waits a random time after the event that begins such a moment."""
+        """Wait a random time after the event that begins this moment."""
         after_s = self._random.random() * self.span_s
         text = self.text(self.words)
-        if moment == "resize":  # a step that was cut off must not hold what a long prompt takes
+        if moment == "resize":  # an aborted step must not hold memory that a long prompt needs
             terminal.ask("/reset")
             terminal.send(self.text(30) + "\n")
             time.sleep(self._random.random() * self.span_s / 2)
@@ -142,7 +145,7 @@ class Chats:
         time.sleep(after_s)
 
     def end(self, terminal):
-        """SIGTERM at one of the moments."""
+        """Send SIGTERM at one of the moments."""
         moment = self._random.choice(self.moments)
         self.come_to(terminal, moment)
         begin_s = time.monotonic()

@@ -1,11 +1,11 @@
-"""One Ctrl-C at a random moment of a command, and what it leaves.
+"""Send one Ctrl-C at a random moment of a command, and check the files afterwards.
 
-    python tests/helpers/interrupting.py --times 100 eval trace   all commands where none is named
-    python tests/helpers/interrupting.py --signal TERM pack       another signal that ends a command
+    python tests/helpers/interrupting.py --times 100 eval trace   (all commands if none is named)
+    python tests/helpers/interrupting.py --signal TERM pack     (another signal)
 
-A command ends quietly with status 130 (128 and the signal's number) and leaves no file, or it was
-through before and all that it says and writes is that of a run which nobody interrupts. The moment
-counts from when Python has found the command's module: what comes before is Python's own.
+A command must end quietly with status 130 (128 and the signal's number) and leave no file. If it
+had finished before, its output and files must equal those of a run without a signal. The time of
+the signal counts from the moment when Python has found the command's module.
 """
 
 import argparse
@@ -26,28 +26,31 @@ from random import Random
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-# Only what hangs takes so long.
+# No correct command takes this long.
 HANG_S = 300
-# How often a moment is drawn again where the command was through before it, or as good as, or where
-# it was not yet there to handle a signal.
+# How often a moment is drawn again, if the command had finished or almost finished before it, or
+# could not yet handle a signal.
 DRAWS = 5
-# An interrupt in the last part of a run may find the work done.
+# After this fraction of a run, an interrupt may find the work done.
 THROUGH = 0.7
-# The pipe that the first argument numbers is closed when the command begins.
+# The command closes the pipe of the first argument when it begins.
 _START = """
 import os, sys
 from orchestrator.__main__ import main
 os.close(int(sys.argv.pop(1)))
 main()
 """
-# What a command says of the time that it took, and of files that tell of it.
+# Parts of the output that depend on time or memory.
 _MEASURED = re.compile(r'"[a-z_]*(?:us|ms|_s|seconds|rss)": [^,}]*|[\d.]+ (?:ms|MB/s|[KM]iB)')
 
 
 class Result(NamedTuple):
-    """How a run ended. took_s: from its begin; reached: whether it still ran at the signal; done:
-    which share of the time that it computed was over then. A process that stands still computes
-    nothing, so the share is that of its work on a machine that halts, too."""
+    """The result of a run.
+
+    took_s: from its beginning. reached: whether it was still running at the signal. done: the
+    fraction of its CPU time before the signal. A stopped process uses no CPU time, so the fraction
+    is also correct on a machine that halts.
+    """
 
     status: int
     out: str
@@ -62,9 +65,9 @@ class Result(NamedTuple):
 class Command:
     """A command line of moe-edge and the folder that it writes to.
 
-    exact: whether it says and writes the same each time. keeps: names of files that may stay behind
-    an interrupt. lasts_s: for a command that only a signal ends, and with status 0, when it is
-    through. beside: what uses it while it runs.
+    exact: whether its output and files are the same each time. keeps: pattern of the files that may
+    remain after an interrupt. lasts_s: for a command that only a signal ends, with status 0: the
+    time of the signal. beside: a context that uses the command while it runs.
     """
 
     args: Sequence[str]
@@ -76,7 +79,7 @@ class Command:
     beside: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def run(self, after_s=None, number=signal.SIGINT):
-        """Runs it; after_s: when to send it a signal, as Ctrl-C does."""
+        """Run the command. after_s: when to send it a signal, as Ctrl-C does."""
         self._empty_folder()
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -93,7 +96,7 @@ class Command:
                 stderr=subprocess.PIPE,
                 pass_fds=[writer],
                 start_new_session=True,
-                preexec_fn=_heed_signals,
+                preexec_fn=_accept_signals,
                 text=True,
             ) as process,
         ):
@@ -134,9 +137,9 @@ class Command:
         }
 
     def complaint(self, whole, found, number):
-        """What is wrong with a run that was interrupted, or nothing."""
+        """Return the fault of an interrupted run, or ""."""
         if any(word in found.err for word in ("Traceback", "Exception ignored", "Error", "Left:")):
-            return f"it says {found.err.strip()[-600:]}"
+            return f"it prints {found.err.strip()[-600:]}"
         ends_well = (0,) if self.lasts_s is not None else ()
         if found.status in (*_ended_by(number), *ends_well):
             left = sorted(
@@ -146,50 +149,55 @@ class Command:
         if found.status != 0:
             return f"status {found.status}: {found.err.strip()[-300:]}"
         if found.done < THROUGH:
-            return "it goes on to the end"
+            return "it ignores the signal"
         if self.exact and (
             _same(found.out) != _same(whole.out) or found.files.keys() != whole.files.keys()
         ):
-            return "it says or writes something else"
+            return "its output or files differ"
         return ""
 
 
-def _heed_signals():
-    """For a child: what nohup lets this process ignore, it would ignore, too."""
+def _accept_signals():
+    """Restore the default signal handlers in a child.
+
+    Otherwise it would inherit the signals that nohup ignores.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _ended_by(number):
-    """How a command ends by a signal: while it loads, as any program does."""
+    """Return the statuses of a command that a signal ended.
+
+    While it loads, it may end like any program.
+    """
     return (128 + number,) if number == signal.SIGINT else (128 + number, -number)
 
 
 def _same(text):
-    """What a command says, without what it measured of the time."""
+    """Return a command's output without measured values."""
     return _MEASURED.sub("", text)
 
 
 def _children_s():
-    """Seconds that children of this process which have ended computed, with their own."""
+    """Return the CPU seconds of this process's ended children and their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _computed_s(session):
-    """Seconds that the processes of a session have computed until now, with those that they waited
-    for; None where they are gone."""
+    """Return the CPU seconds of a session's processes and their ended children, or None."""
     ticks = [sum(map(int, fields[11:15])) for fields in _stats_of(session).values()]
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def _processes_of(session):
-    """Those that run still."""
+    """Return the running processes of a session."""
     return [pid for pid, fields in _stats_of(session).items() if fields[0] != "Z"]
 
 
 def _stats_of(session):
-    """What the kernel says of each process of a session, behind its name."""
+    """Return the fields of /proc/PID/stat after the name, for each process of a session."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -202,8 +210,7 @@ def _stats_of(session):
 
 
 def interrupt(command, times, seed, number=signal.SIGINT):
-    """Runs a command so many times with a signal. Returns how the runs ended, and what was
-    wrong."""
+    """Run a command `times` times with a signal. Return how the runs ended, and the faults."""
     whole = command.run()
     assert whole.status == 0, whole.err
     random, ends, wrong = Random(seed), Counter[str](), []
@@ -216,14 +223,14 @@ def interrupt(command, times, seed, number=signal.SIGINT):
             is_early = found.status == -number
             is_through = found.status == 0 and command.lasts_s is None
             if is_through:
-                # The machine may be quicker than it was.
+                # The machine may be faster now.
                 whole = whole._replace(took_s=found.took_s)
             is_hit = found.reached and not is_early and (share >= THROUGH or not is_through)
             if complaint or is_hit:
                 break
         ends[f"status {found.status}"] += 1
         if complaint:
-            wrong.append(f"{after_s:.2f} s behind its begin: {complaint}")
+            wrong.append(f"{after_s:.2f} s after its beginning: {complaint}")
     return ends, wrong
 
 
@@ -235,7 +242,7 @@ def main():
     parser.add_argument("--signal", default="INT", help="INT, TERM or HUP")
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
-    # A script in the background ignores Ctrl-C, and what it starts inherits that.
+    # A script in the background ignores Ctrl-C, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path[:0] = [str(REPO), str(REPO / "tests" / "helpers")]
     from small_commands import commands
@@ -254,6 +261,6 @@ def main():
 
 
 if __name__ == "__main__":
-    # The commands are made of this module's classes, by its own name.
+    # The module small_commands imports this module by its own name.
     sys.modules["interrupting"] = sys.modules["__main__"]
     sys.exit(main())

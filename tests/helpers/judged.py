@@ -1,4 +1,4 @@
-"""Fixtures for tests of quality: a random model in three precisions, and texts to judge it by."""
+"""Fixtures for tests of quality: a random model in three precisions, and texts."""
 
 import json
 

@@ -2,10 +2,10 @@
 
 python tests/helpers/killed_server.py --kills 50 --seed 1
 
-Answers run alone, with --exact. Each is compared to the bit, probabilities and all, with one of a
-server that is never killed and keeps nothing on disk, and that reads the same parts of it at once.
-Each file that is left behind a kill is checked, and those at the end are restored, and written once
-more. Prints one JSON object; ends with status 1 where anything is wrong.
+Answers run alone, with --exact. Each answer with its probabilities is compared, bit for bit, with
+that of a server that is never killed, keeps nothing on disk, and reads the same parts at once. Each
+file that remains after a kill is checked. The files at the end are restored and written again.
+Prints one JSON object. The status is 1 if anything is wrong.
 """
 
 import argparse
@@ -38,7 +38,7 @@ GIVEN = ["-m", str(DEMO), "--exact", *(text for k, v in OPTIONS.items() for text
 
 
 def asked(server, said):
-    """(the answer with its probabilities, tokens of the prompt that were read, that were there)."""
+    """Return (the answer with its probabilities, prompt tokens read, prompt tokens reused)."""
     wanted = {"messages": said, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
     answer = server.post("/v1/chat/completions", wanted)
     choice, timings = answer["choices"][0], answer["timings"]
@@ -52,12 +52,12 @@ def question(number, turn):
 
 
 class Load:
-    """Two clients, each with one conversation after the other."""
+    """Two clients, each with one conversation at a time."""
 
     def __init__(self):
         self.server = None
         self.broken = self.refused = 0
-        # By (number of the conversation, turn): what was asked, the answer, tokens read and found.
+        # By (number of the conversation, turn): (messages, answer, tokens read, tokens reused).
         self.answers = {}
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(2)]
@@ -92,8 +92,12 @@ class Load:
 
 
 def way_to(answers, number, turn):
-    """The turns that were read one after the other for an answer: those between were lost. It is
-    there twice where a first answer to it was written, and did not arrive."""
+    """Return the turns that the server read in sequence before an answer.
+
+    Turns between them were lost.
+
+    A turn is listed twice if a first answer to it was written but did not arrive.
+    """
     cached = answers[number, turn][-1]
     known = [n for n in range(turn + 1) if sum(answers[number, n][2:]) <= cached + FEW]
     if turn in known:
@@ -102,14 +106,17 @@ def way_to(answers, number, turn):
 
 
 def compared(cache, answers):
-    """How many answers are those of a server that is never killed and reads the same turns."""
+    """Count the answers that equal those of a server that is never killed.
+
+    That server reads the same turns.
+    """
     found = Counter()
     with serving(cache, *GIVEN) as server:
         at = None
         for number, turn in sorted(answers):
             *before, _ = way = way_to(answers, number, turn)
             if (number, before) != at:
-                asked(server, [question(-1, 0)])  # drives out what was there
+                asked(server, [question(-1, 0)])  # evicts the earlier conversation
                 for each in before:
                     asked(server, answers[number, each][0])
             said, answer, n_read, _ = answers[number, turn]
@@ -121,8 +128,8 @@ def compared(cache, answers):
 
 
 def written_again(files, to):
-    """How many of these hold other bytes once they were restored and saved."""
-    # The context is whole from the beginning, where it is no prompt that makes room in it.
+    """Count the files whose bytes differ after they are restored and saved."""
+    # The context has its full size from the beginning, because no prompt makes it grow here.
     config, _ = options_of({"model": DEMO, "policy": "plain", "ctx": OPTIONS["ctx"]})
     other = 0
     with Runtime.open(config, answering=Answering()) as runtime:
@@ -139,12 +146,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--longest", type=float, default=2.0, help="Seconds until a kill.")
+    parser.add_argument("--longest", type=float, default=2.0, help="Most seconds until a kill.")
     wanted = parser.parse_args()
     moments, begin_s = random.Random(wanted.seed), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         cache, folder = Path(name), Path(name) / "prompts"
-        load, torn, sentences = Load(), 0, []
+        load, incomplete, sentences = Load(), 0, []
         for _ in range(wanted.kills):
             with serving(cache, *GIVEN, "--prompt-cache", str(folder)) as server:
                 load.server = server
@@ -155,7 +162,7 @@ def main():
             files = list(folder.glob("*.prompt"))
             for path in files:
                 with open(path, "rb") as file:
-                    torn += not _is_whole(file)
+                    incomplete += not _is_whole(file)
         load.end()
         found = compared(cache, load.answers)
         other = written_again(files, cache / "again")
@@ -163,12 +170,12 @@ def main():
     said = {
         **{"kills": wanted.kills, "answers": len(load.answers), "broken off": load.broken},
         **{"refused": load.refused, "later turns": len(back), "that came back": sum(back)},
-        **{"compared": dict(found), "files at the end": len(files), "torn": torn},
+        **{"compared": dict(found), "files at the end": len(files), "incomplete": incomplete},
         **{"said to be damaged": len(sentences), "restored with other bytes": other},
         "seconds": round(time.monotonic() - begin_s),
     }
     print(json.dumps(said))
-    raise SystemExit(1 if found["OTHER"] or torn or sentences or other or load.refused else 0)
+    raise SystemExit(1 if found["OTHER"] or incomplete or sentences or other or load.refused else 0)
 
 
 if __name__ == "__main__":

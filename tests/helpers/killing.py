@@ -1,14 +1,16 @@
-"""`kill -9` at chosen moments: work runs in a forked child, which ends itself, without any cleaning
-up, at the N-th call that our modules make. So a moment is a place in the work and not in time: the
-same on a fast machine and on a busy one, and as likely between the last two calls as anywhere.
+"""`kill -9` at chosen moments.
+
+Work runs in a forked child that kills itself, without cleanup, at the N-th call of our modules'
+functions. A moment is therefore a place in the work, not a time. It is the same on a fast and on a
+busy machine, and every call is equally likely.
 
     total = calls_of(work, "gguf_tools.file.writer")
     for at in moments(total, 20, seed=0):
         killed(work, at, "gguf_tools.file.writer")
-        ...  # look at what is left
+        ...  # check what is left
 
-Calls are counted in the named modules and packages: name those that write, or most moments fall on
-the reading before.
+Only calls in the named modules and packages count. Name those that write. Otherwise most moments
+fall into the reading before.
 """
 
 import faulthandler
@@ -22,16 +24,20 @@ from random import Random
 
 
 def moments(total, n, seed):
-    """n numbers of 1 to total, in order; the last calls, where files get their names, are among
-    them."""
+    """Return n numbers from 1 to total, in order.
+
+    They include the last calls, which name the files.
+    """
     random = Random(seed)
     late = [total - each for each in range(min(total, max(1, n // 4)))]
     return sorted(late + [random.randint(1, total) for _ in range(n - len(late))])
 
 
 def calls_of(work, *modules):
-    """How many calls the modules' functions make and get while the work is done, in all threads;
-    it is about the same each time. Raises AssertionError where the work fails."""
+    """Return the number of calls in these modules while the work runs, in all threads.
+
+    It is about the same each time. Raises AssertionError if the work fails.
+    """
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as result:
         pid = _fork(work, modules, None, writer)
@@ -43,8 +49,10 @@ def calls_of(work, *modules):
 
 
 def killed(work, at, *modules):
-    """Does the work in a child that is killed at its at-th call; False where it was done before.
-    Raises AssertionError where it fails otherwise."""
+    """Run the work in a child that is killed at call number `at`.
+
+    Return False if the work ended before. Raises AssertionError if it fails otherwise.
+    """
     pid = _fork(work, modules, at, None)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the work ended with status {status}"
@@ -52,8 +60,11 @@ def killed(work, at, *modules):
 
 
 def check_model_at_twenty_deaths(work, out, modules, seed, older=b""):
-    """Work that writes a model, killed at twenty moments: what has the final name is whole, or the
-    older file that had it, and what killed runs left is gone behind the next one."""
+    """Kill work that writes a model at twenty moments, and check the files.
+
+    The file with the final name must be complete, or the older file of that name. The next run must
+    remove the leftovers of killed runs.
+    """
     from gguf_tools.verify import verify
 
     total = calls_of(work, *modules)
@@ -76,16 +87,18 @@ def check_model_at_twenty_deaths(work, out, modules, seed, older=b""):
 
 
 class Stopped:
-    """Work in a child that stands still at its at-th call, as if the machine were busy. A context
-    manager: it does not outlive the block."""
+    """Work in a child that stops at call number `at`, as on a busy machine.
+
+    A context manager: the child ends with the block.
+    """
 
     def __init__(self, work, at, *modules):
         self.pid = _fork(work, modules, at, None, signal.SIGSTOP)
         _, status = os.waitpid(self.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), "the work was done before"
+        assert os.WIFSTOPPED(status), "the work ended before it could be stopped"
 
     def finish(self):
-        """Lets it go on; its exit status."""
+        """Continue the work. Return its exit status."""
         return self._end(signal.SIGCONT)
 
     def _end(self, sign):
@@ -107,7 +120,7 @@ def _fork(work, modules, at, report, sign=signal.SIGKILL):
         return pid
     status = 1
     try:
-        faulthandler.disable()  # pytest's; the child shall be quiet
+        faulthandler.disable()  # pytest's handler would print in the child
         prefixes = tuple(f"{name}." for name in modules)
         calls = count(1)
         last = 0
@@ -127,7 +140,7 @@ def _fork(work, modules, at, report, sign=signal.SIGKILL):
         if report is not None:
             os.write(report, str(last).encode())
         status = 0
-    except BaseException:  # noqa: BLE001 - it must not go on as a second pytest
+    except BaseException:  # noqa: BLE001 - the child must not continue as a second pytest
         traceback.print_exc()
     finally:
         os._exit(status)

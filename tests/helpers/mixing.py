@@ -1,15 +1,16 @@
-"""Random mixes of prompts, answers, stops, cuts and forks in a memory that they fill, computed once
-more with memory to spare.
+"""Random mixes of requests in limited memory, compared with runs in ample memory.
+
+The mixes have prompts, answers, stops, cuts and forks.
 
     python tests/helpers/mixing.py [--mixes 300] [--longest 32000] [--seed 0]
         [--policy lru] [--layers 4]
 
-Slots, a context and scratch take a cap in turn, and how many tokens are read at once goes by what
-is free. So each micro-batch is recorded, and computed again by llama.cpp's own path with all of the
-model in memory: `exact` makes every row of logits the same, bit for bit.
+Slots, a context and scratch share the limit, and the micro-batch depends on the free memory.
+Therefore each micro-batch is recorded, and computed again by llama.cpp's own path with the whole
+model in memory. With `exact`, every row of logits is the same, bit for bit.
 
-The capped process is in a memory cgroup with a second one, which takes and gives back memory all
-the time; the limit has room for the cap and for that one. Needs root and cgroups.
+The limited process is in a memory cgroup with a second process that allocates and frees memory all
+the time. The cgroup's limit allows for both. Needs root and cgroups.
 """
 
 import argparse
@@ -27,9 +28,9 @@ from pathlib import Path
 
 import capped
 import numpy as np
+from asking import request_of
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import touched_memory
 from orchestrator.runtime.runtime import Runtime
@@ -44,32 +45,36 @@ SHAPE = replace(
     n_head_kv=2,
     head_dim=64,
 )
-ANSWER = 24  # tokens, at most
-REST_S = 0.1  # of the process beside it, so that a core is enough for both
+ANSWER = 24  # maximum number of tokens
+REST_S = 0.1  # pause of the second process, so that one core is enough for both
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Tokens that were read from a position on, and how many at once. sequences: of one token for
-    each of several, None for the evaluator's own. row: the hash of the last logits; empty if it was
-    stopped before the end. anew, fork: what came before it."""
+    """A recorded read of tokens.
+
+    pos: position of the first token. at_once: sizes of the micro-batches. sequences: one token for
+    each of these sequences, or None for the evaluator's own sequence. row: hash of the last logits,
+    or "" if the read was stopped. is_reset: the evaluator was reset before. fork: sequences that
+    were forked before.
+    """
 
     tokens: tuple[int, ...]
     pos: int
     at_once: tuple[int, ...]
     row: str
     sequences: tuple[int, ...] | None = None
-    anew: bool = False
+    is_reset: bool = False
     fork: tuple[int, ...] = ()
 
 
 def settings_of(model, n_ctx, **more):
     usual = {"ctx": n_ctx, "sequences": SEQUENCES, "threads": 1, "exact": True}
-    return Config.build(model=model, **usual, **more)
+    return request_of(model=model, **usual, **more)
 
 
 def tight(model, policy):
-    """A cap with slots for half of the experts beside the least context."""
+    """Return a memory limit with slots for half of the experts and the smallest context."""
     config = settings_of(model, 4096, policy=policy, ubatch=512, force_managed=True)
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         return e.plan.total_bytes - e.plan.slots.total_bytes // 2
@@ -80,7 +85,7 @@ def hash_of(row):
 
 
 class Mixes:
-    """What one evaluator under a cap is asked, at random."""
+    """Random requests to one evaluator under a memory limit."""
 
     def __init__(self, e, seed, longest):
         shared = e.plan.shared
@@ -97,22 +102,22 @@ class Mixes:
             self._e.cancel()
 
     def mix(self):
-        """Some prompts with answers; the conversation before is gone, or goes on."""
+        """Yield some prompts with answers. The conversation is new or continues."""
         draw, e = self._random, self._e
-        anew, apart = True, 0  # cells that other sequences hold
+        is_reset, apart = True, 0  # cells of other sequences
         for _ in range(draw.randint(2, 5)):
-            held, apart = (0, 0) if anew else (e.n_cached, apart)
-            room = e.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
-            if room < 10:
+            held, apart = (0, 0) if is_reset else (e.n_cached, apart)
+            n_free = e.n_ctx - (1 + SEQUENCES) * ANSWER - held - apart
+            if n_free < 10:
                 return
-            n = min(room, int(10 * (self._longest / 10) ** draw.random()))
+            n = min(n_free, int(10 * (self._longest / 10) ** draw.random()))
             pos = draw.choice((held, held, draw.randint(0, held)))
             self._stop_after = draw.randint(0, 2) if n > 1024 else 0
-            yield (done := self._read(n, pos, anew))
-            anew = draw.random() < 0.3
+            yield (done := self._read(n, pos, is_reset))
+            is_reset = draw.random() < 0.3
             self._stop_after = 0
             if not done.row:
-                anew = anew or not e.n_cached
+                is_reset = is_reset or not e.n_cached
                 continue
             for _ in range(draw.randint(0, ANSWER)):
                 yield self._read(1, e.n_cached, False)
@@ -132,9 +137,9 @@ class Mixes:
             yield Read(tokens, 0, (len(some),), hash_of(rows), some, fork=new)
             new = ()
 
-    def _read(self, n, pos, anew):
+    def _read(self, n, pos, is_reset):
         e, tokens, row = self._e, self._drawn(n), ""
-        if anew:
+        if is_reset:
             e.reset()
         self._steps.clear()
         try:
@@ -146,24 +151,24 @@ class Mixes:
         kept, at_once = e.n_cached - pos, []
         while sum(at_once) < kept:
             at_once.append(self._steps[len(at_once)])
-        return Read(tokens[:kept], pos, tuple(at_once), row, anew=anew)
+        return Read(tokens[:kept], pos, tuple(at_once), row, is_reset=is_reset)
 
     def _drawn(self, n):
         return tuple(self._random.choices(range(10, 300), k=n))
 
     def _look(self):
-        """What is used is within what there is, and the store is sound."""
+        """Check that slots and touched memory fit the shared limit, and the store's invariants."""
         store = self._e.inside.store
-        beside = sum(each.resident for each in touched_memory(store.library))
-        assert store.stats().slot_bytes + beside <= self._shared.n_bytes
+        touched = sum(each.resident for each in touched_memory(store.library))
+        assert store.stats().slot_bytes + touched <= self._shared.n_bytes
         store.check()
 
 
-def unlike(e, reads):
-    """How many rows of an evaluator with memory to spare are others."""
+def count_differences(e, reads):
+    """Return the number of rows that differ with ample memory."""
     wrong = 0
     for read in reads:
-        if read.anew:
+        if read.is_reset:
             e.reset()
         for each in read.fork:
             e.fork(each)
@@ -178,11 +183,8 @@ def unlike(e, reads):
     return wrong
 
 
-# ---- from the command line
-
-
 def record(config, seed, mixes, longest, group, out):
-    """In a cgroup: each mix into a file of its own."""
+    """Write each mix into a file. Runs in a cgroup."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         (out / "n_ctx").write_text(str(e.n_ctx))
@@ -193,7 +195,7 @@ def record(config, seed, mixes, longest, group, out):
 
 
 def press(n_bytes, model, group):
-    """In the same cgroup: takes and gives back memory, and has files read, for ever."""
+    """Allocate and free memory and read a file, without end. Runs in the same cgroup."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     while True:
         taken = np.ones(random.randint(1, n_bytes), np.uint8)
@@ -205,7 +207,7 @@ def press(n_bytes, model, group):
 
 
 def peak_of(pid):
-    """Of a process's memory that no file is behind, in bytes, now; 0 once it has ended."""
+    """Return the anonymous resident bytes of a process, or 0 after its end."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
@@ -219,7 +221,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--pressure", default="128MiB", help="of the second process, at most")
+    parser.add_argument("--pressure", default="128MiB", help="maximum memory of the second process")
     args = parser.parse_args()
     pressure, start = parse_size(args.pressure), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +247,7 @@ def main():
             group.close()
         done = sorted(Path(folder).glob("*.mix"), key=lambda path: int(path.stem))
         rows = wrong = 0
-        n_ctx = int((Path(folder) / "n_ctx").read_text())  # where cells lie goes by it
+        n_ctx = int((Path(folder) / "n_ctx").read_text())  # positions of KV cells depend on it
         with (
             Runtime.open(settings_of(model, n_ctx, ubatch=4096)) as runtime,
             runtime.evaluator() as e,
@@ -253,10 +255,10 @@ def main():
             for path in done:
                 reads = pickle.loads(path.read_bytes())
                 rows += sum(bool(read.row) for read in reads)
-                wrong += unlike(e, reads)
+                wrong += count_differences(e, reads)
     print(
-        f"{len(done)} of {args.mixes} mixes, {rows} rows, {wrong} of them others with memory to "
-        f"spare; cap {ram >> 20} MiB, peak {peak >> 20}; status {worker.exitcode}"
+        f"{len(done)} of {args.mixes} mixes, {rows} rows, {wrong} of them different with ample "
+        f"memory; limit {ram >> 20} MiB, peak {peak >> 20}; status {worker.exitcode}"
     )
     return int(bool(worker.exitcode or wrong or peak > ram))
 

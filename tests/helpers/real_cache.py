@@ -1,7 +1,9 @@
-"""The real user's cache folder. Every test has a temporary home, so it is read before the first one
-begins."""
+"""The real user's cache folder.
+
+It is read before the first test, because every test has a temporary home.
+"""
 
 from patches.upstream import cache_dir
 
-# What is there already may be read by the tests that check it, and never written.
+# Tests may read the files there, and must not write.
 REAL_CACHE = cache_dir()

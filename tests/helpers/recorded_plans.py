@@ -1,12 +1,12 @@
 """Plans over a grid of models, limits, settings and policies, as lines of JSON:
 
     python tests/helpers/recorded_plans.py OUT.jsonl           # records all of them
-    python tests/helpers/recorded_plans.py --compare A B       # says which rows differ
+    python tests/helpers/recorded_plans.py --compare A B       # prints the rows that differ
     python tests/helpers/recorded_plans.py --store             # stores the sample of the test
 
-The rows are drawn from the whole grid with a fixed seed, so that a row has the same inputs in
-every version of the program. No row needs a library, a GPU or a file: models are headers, and a GPU
-is a record of its memory.
+The rows are drawn from the whole grid with a fixed seed, so that a row has the same inputs in every
+version of the program. No row needs a library, a GPU or a file: models are headers, and a GPU is a
+record of its memory.
 """
 
 import argparse
@@ -36,16 +36,15 @@ from orchestrator.allocation.estimate import KlEstimate
 from orchestrator.config import Config
 from orchestrator.cost.losses import started
 from orchestrator.errors import MoeEdgeError
-from orchestrator.plan.machine import Device, Machine
-from orchestrator.plan.planning import Plan, Refusal, plan, sizes_to_count
-from orchestrator.plan.request import Counted, PlanRequest
+from orchestrator.plan.planning import plan, sizes_to_count
+from orchestrator.plan.records import Counted, Device, Machine, Needs, Plan, PlanRequest, Refusal
 from orchestrator.policy.base import UNKNOWN, History
 
 SAMPLE = Path(__file__).parents[1] / "unit/orchestrator/recorded_plans.jsonl"
 MIB, GIB = 2**20, 2**30
 ROWS, IN_SAMPLE = 18_000, 150
 
-# What an option may be; the first one of each is drawn half of the time.
+# Values of each option. The first value is drawn more often than the others.
 POLICIES = (None, "lru", "dymoe", "dynaexq", "firm", "context", "floor", "mixed", "plain")
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "ctx": (None, 512, 8192, 10**6),
@@ -78,7 +77,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "n_ahead": ("dymoe", "firm", "floor"),
     "max_loss": ("floor",),
 }
-# What a front end needs beside the model.
+# Settings of the front ends: their memory in addition to the model.
 FRONT_ENDS: dict[str, dict[str, Any]] = {
     "command": {},
     "chat": {"conversations": True},
@@ -90,13 +89,14 @@ FRONT_ENDS: dict[str, dict[str, Any]] = {
         "beside_token": 100,
     },
 }
-# Of the experts of the best tier, a limit beside the rest of the model. None: the machine's memory.
+# Memory limit beyond the rest of the model, as a fraction of the best tier's expert bytes. None:
+# the machine's memory.
 LIMITS = (None, 0.0, 0.01, 0.04, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0, 1.2)
 MACHINES = ("cpu", "cpu", "cpu", "gpu", "gpu, capped")
 
 
 def of_shape(shape: synthetic.Shape, *tiers: str) -> ExpertModel:
-    """The model of a header that the synthetic writer would write, without a file of it."""
+    """Return the model of the header that the synthetic writer would write, without a file."""
     types = [kind for name in tiers if (kind := type_of(name)) is not None]
     alignment = DEFAULT_ALIGNMENT if len(types) == 1 else EXPERT_ALIGNMENT
     writer = GGUFWriter(Path(f"{shape.arch}-{'-'.join(tiers)}.gguf"), alignment)
@@ -142,8 +142,8 @@ MODELS = {
 }
 
 
-class Knows(History):
-    """Experts are used unevenly, and a table says what they lose."""
+class UnevenHistory(History):
+    """A history with uneven usage and a loss table."""
 
     def __init__(self, of: ExpertModel) -> None:
         rng = np.random.default_rng(7)
@@ -168,12 +168,12 @@ class Knows(History):
 
 
 @cache
-def knows(name: str) -> Knows:
-    return Knows(model(name))
+def history_of(name: str) -> UnevenHistory:
+    return UnevenHistory(model(name))
 
 
 def rows(n: int = ROWS) -> Iterator[dict[str, Any]]:
-    """The inputs of each row."""
+    """Yield the inputs of each row."""
     draw = random.Random(56)
     for number in range(n):
         name = draw.choices(list(MODELS), list(MODELS.values()))[0]
@@ -199,10 +199,10 @@ def rows(n: int = ROWS) -> Iterator[dict[str, Any]]:
 
 
 def planned(row: dict[str, Any]) -> Plan | Refusal:
-    """The plan of a row. Raises ConfigError or PolicyError for settings that do not go together."""
+    """Return the plan of a row. Raises ConfigError or PolicyError for conflicting settings."""
     of, settings = model(row["model"]), dict(row["settings"])
     gpu = row["machine"] != "cpu"
-    room = int(of.dense_bytes + 96 * MIB + (row["limit"] or 0.0) * of.tier_bytes[0])
+    limit_bytes = int(of.dense_bytes + 96 * MIB + (row["limit"] or 0.0) * of.tier_bytes[0])
     memory, card = 64 * GIB, None
     if gpu:
         flash = row["row"] % 2 == 0
@@ -210,15 +210,15 @@ def planned(row: dict[str, Any]) -> Plan | Refusal:
         memory = 16 * GIB
     if row["limit"] is not None:
         if row["machine"] == "gpu, capped":
-            settings["vram"] = room
+            settings["vram"] = limit_bytes
         elif gpu:
-            card = replace(card, memory_bytes=room + 256 * MIB) if card else None
+            card = replace(card, memory_bytes=limit_bytes + 256 * MIB) if card else None
         else:
-            settings["ram"] = room
-    config = Config.build(model=of.path, **settings, **FRONT_ENDS[row["front"]])
-    history = knows(row["model"]) if row["history"] else UNKNOWN
+            settings["ram"] = limit_bytes
+    config = Config.build(model=of.path, **settings)
+    history = history_of(row["model"]) if row["history"] else UNKNOWN
     more = row["more"] if gpu else 0
-    request = replace(PlanRequest.of(config), more_scratch=more)
+    request = PlanRequest(config, Needs(**FRONT_ENDS[row["front"]]), more)
     if row["counted"] and not gpu:
         sizes = sizes_to_count(request, of)[1]
         request = replace(request, counted=Counted.of(sizes, partial(_count, of, config.kv)))
@@ -226,7 +226,7 @@ def planned(row: dict[str, Any]) -> Plan | Refusal:
 
 
 def _count(of: ExpertModel, kv: str, n_ctx: int, n_tokens: int) -> tuple[int, int]:
-    """Bytes of the cache and of the scratch, in the place of what llama.cpp counts."""
+    """Return the bytes of the KV cache and of the scratch, instead of llama.cpp's count."""
     return of.kv_bytes(n_ctx, kv) + 8192, n_tokens * (40_000 + 2 * n_ctx) + 65_536
 
 
@@ -235,7 +235,7 @@ def _digest(value: Any) -> str:
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    """What a plan's policy wants, asks for and starts with."""
+    """Return the requirements, the fractions and the initial tiers of a plan's policy."""
     placement = plan.placement
     if placement is None:
         return {}
@@ -253,7 +253,7 @@ def _asked(plan: Plan) -> dict[str, Any]:
 
 
 def outcome(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row comes to: the made, or why there is none."""
+    """Return the plan of a row, or the reason why there is none."""
     try:
         made = planned(row)
     except MoeEdgeError as error:
@@ -295,13 +295,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The facts that differ, each as it was and as it is."""
+    """Return the facts that differ, as (before, now)."""
     keys = dict.fromkeys((*before, *now))
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 
 def sample() -> list[dict[str, Any]]:
-    """The rows of the test, evenly over all."""
+    """Return the rows of the test, evenly spaced."""
     return [row for row in rows() if row["row"] % (ROWS // IN_SAMPLE) == 0]
 
 

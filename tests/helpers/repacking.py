@@ -1,4 +1,4 @@
-"""Copies of a GGUF that say something else of themselves, or lack a part; and a flipped bit."""
+"""Copies of a GGUF with changed metadata or without some tensors, and flipped bits."""
 
 from gguf_tools.file.layout import KEY_ALIGNMENT, KEY_CHECKSUMS
 from gguf_tools.file.reader import GGUFFile
@@ -6,8 +6,10 @@ from gguf_tools.file.writer import GGUFWriter
 
 
 def repack(source, target, *, drop=(), alignment=4096, rename=None, meta=None, **changes):
-    """A copy with tensors left out or renamed and metadata replaced; offsets fit again. changes: of
-    its metadata, by the part of a key behind the architecture's name."""
+    """Copy a GGUF with tensors removed or renamed and metadata replaced.
+
+    changes: metadata by the part of a key after the architecture's name.
+    """
     with GGUFFile.open(source) as file:
         arch = file.metadata["general.architecture"]
         new = {**(meta or {}), **{f"{arch}.{name}": value for name, value in changes.items()}}
@@ -29,7 +31,7 @@ def repack(source, target, *, drop=(), alignment=4096, rename=None, meta=None, *
 
 
 def flip(path, at):
-    """One bit of a file."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(data)

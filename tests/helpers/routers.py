@@ -1,5 +1,7 @@
-"""What routers are predicted to choose (DyMoE eq. 6), computed in numpy from the input of a layer
-and the router of a later one, to compare with what route events report."""
+"""Predicted choices of routers (DyMoE eq. 6), computed in numpy and compared with route events.
+
+They are computed from the input of a layer and the router of a later layer.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +11,7 @@ from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.lab.observe import Observer
 from orchestrator.policy import Policy
-from orchestrator.policy.base import EVERY_STEP, About, Wants
+from orchestrator.policy.base import EVERY_STEP, About, PolicyRequirements
 from orchestrator.runtime.runtime import Runtime
 
 _LOGITS = "ffn_moe_logits-"
@@ -17,8 +19,11 @@ _LOGITS = "ffn_moe_logits-"
 
 @dataclass(frozen=True)
 class Gating:
-    """How a family's router chooses k experts, as its makers define it: scores by softmax or
-    sigmoid, and, of n_groups groups, the n_groups_used with the best sum of two scores."""
+    """How a family's router chooses k experts, as its authors define it.
+
+    Scores are softmax or sigmoid. Of n_groups groups, the n_groups_used with the largest sum of
+    their two best scores are used.
+    """
 
     k: int = 2
     sigmoid: bool = False
@@ -28,8 +33,11 @@ class Gating:
 
 @dataclass
 class Watched:
-    """Of each MoE layer: what its router read, x float32 [T, n_embd], and what was reported there,
-    ids [n_ahead, T, k] and scores alike."""
+    """Recorded data of each MoE layer.
+
+    x: input of its router, float32 [T, n_embd]. ids: reported predictions [n_ahead, T, k]. scores:
+    their scores, same shape. chosen: routed experts [T, k].
+    """
 
     x: dict[int, np.ndarray] = field(default_factory=dict)
     ids: dict[int, np.ndarray] = field(default_factory=dict)
@@ -38,9 +46,9 @@ class Watched:
 
 
 class Recorder(Policy):
-    """Keeps what is predicted, and decides nothing."""
+    """A policy that records predictions and decides nothing."""
 
-    about = About("recorder", wants=Wants(EVERY_STEP))
+    about = About("recorder", wants=PolicyRequirements(EVERY_STEP))
 
     def __init__(self, placement, watched):
         super().__init__(placement)
@@ -54,8 +62,10 @@ class Recorder(Policy):
 
 
 def watch(path, tokens, n_ahead):
-    """One batch of tokens in a managed model, with logits for all of them, so that the last layer
-    sees all."""
+    """Run one batch of tokens in a managed model.
+
+    Logits of all tokens are requested, so that the last layer gets all tokens.
+    """
     watched = Watched()
     config = Config.build(
         model=path, policy="dymoe", low_tier="skip", retention=1.0, ctx=256, threads=1,
@@ -66,7 +76,7 @@ def watch(path, tokens, n_ahead):
         number = {str(il): layer for layer, il in enumerate(e.inside.model.layer_ids)}
 
         def keep(node):
-            # [1, 1, T, n_embd]
+            # shape [1, 1, T, n_embd]
             watched.x[number[node.name.removeprefix(_LOGITS)]] = node.source(1).array()[0, 0]
 
         def wanted(node):
@@ -78,7 +88,7 @@ def watch(path, tokens, n_ahead):
 
 
 def weights(path, name):
-    """A float32 tensor of each MoE layer, rows first; None where a layer has none."""
+    """Return a float32 tensor of each MoE layer, rows first. None for a layer without it."""
     found = []
     with ExpertModel.open(path) as model:
         for il in model.layer_ids:
@@ -92,12 +102,12 @@ def weights(path, name):
 
 
 def predict(x, router, gating, bias=None, choice_bias=None):
-    """(ids [T, k], the best first; all scores [T, E]; the least lead [T] of one that was taken over
-    the next one).
+    """Return (ids [T, k], the best first; scores [T, E]; margin [T]).
 
-    x [T, n_embd], router [E, n_embd]; bias [E] is added to the logits, choice_bias [E] to what is
-    chosen by, the scores of a sigmoid, and to nothing else. The look-ahead computes with routers in
-    half precision, and so with inputs in it.
+    x [T, n_embd], router [E, n_embd]. bias [E] is added to the logits, choice_bias [E] only to the
+    values by which experts are chosen (the scores of a sigmoid). margin: the smallest lead of a
+    chosen expert over the next one. The look-ahead computes with routers and inputs in half
+    precision.
     """
     halves = x.astype(np.float16), router.T.astype(np.float16)
     logits = halves[0].astype(np.float64) @ halves[1].astype(np.float64)
@@ -108,7 +118,7 @@ def predict(x, router, gating, bias=None, choice_bias=None):
     else:
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
-    # softmax keeps the order of the logits, and makes small scores of far ones
+    # softmax keeps the order of the logits, but distant ones get very small scores
     by = scores if gating.sigmoid else logits
     if choice_bias is not None:
         by = by + choice_bias
@@ -126,8 +136,10 @@ def predict(x, router, gating, bias=None, choice_bias=None):
 
 
 def check(path, tokens, gating, n_ahead=2):
-    """What is reported in every layer is what the routers after it choose by eq. 6. A choice that
-    is closer than products round may be either; there are few."""
+    """Check that the reports of every layer equal the choices of the later routers by eq. 6.
+
+    Choices closer than rounding errors may differ. They must be rare.
+    """
     watched = watch(path, tokens, n_ahead)
     routers = weights(path, "ffn_gate_inp.weight")
     biases = weights(path, "ffn_gate_inp.bias")
@@ -154,5 +166,5 @@ def check(path, tokens, gating, n_ahead=2):
             )  # fmt: skip
             differs += int((np.sort(found) != np.sort(watched.chosen[target])).any(axis=1).sum())
     assert close < len(tokens) // 10
-    # else a report of what is chosen later would pass as well
+    # otherwise a report of the later choices themselves would pass as well
     assert differs > 0

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for tests that speak to it as a client does."""
+"""A server in a separate process, for tests that act as its clients."""
 
 import contextlib
 import http.client
@@ -24,14 +24,16 @@ from orchestrator.native.llama import Bindings
 
 REPO = Path(__file__).resolve().parents[2]
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
-# Only what hangs takes so long.
+# No correct answer takes this long.
 HANG_S = 300
 
 
 @cache
 def library_path():
-    """Returns the server core's library, beside libllama. It is compiled first if its sources were
-    edited since; a wheel's is used as it is."""
+    """Return the path of the server core's library, next to libllama.
+
+    It is compiled first if its sources were edited. The library of a wheel is used as it is.
+    """
     package = Path(Bindings.load().api.__file__).parent
     if "sets" not in json.loads((package / "moe_edge_build.json").read_text()):
         command = [sys.executable, str(REPO / "patches/tool.py"), "server", str(package)]
@@ -45,7 +47,7 @@ def server_library():
 
 
 class Served:
-    """A running `moe-edge serve`. url: where, without a path."""
+    """A running `moe-edge serve`. url: its address without a path."""
 
     def __init__(self, process):
         self.process = process
@@ -66,8 +68,8 @@ class Served:
         self._ready.set()
 
     def wait_ready(self):
-        """Raises AssertionError with what it said where it ends before."""
-        assert self._ready.wait(HANG_S), "it hangs"
+        """Wait until the server is ready. Raises AssertionError with its log if it ends before."""
+        assert self._ready.wait(HANG_S), "timed out: the server is not ready"
         assert " is ready at " in "".join(self.lines), "\n".join(self.lines)
 
     def get(self, path):
@@ -76,14 +78,17 @@ class Served:
         return text
 
     def post(self, path, data):
-        """The JSON of an answer. Raises HTTPError where its status says that there is none."""
+        """Post a request and return the JSON of its answer.
+
+        Raises HTTPError for an error status.
+        """
         head = {"Content-Type": "application/json"}
         request = Request(self.url + path, json.dumps(data).encode(), head)
         with urlopen(request, timeout=HANG_S) as answer:
             return json.load(answer)
 
     def asked(self, path, data, **head):
-        """A connection on which a request was sent."""
+        """Send a request and return its connection."""
         connection = http.client.HTTPConnection(*self.address, timeout=HANG_S)
         connection.request("POST", path, json.dumps(data), head)
         return connection
@@ -97,12 +102,12 @@ class Served:
         return socket.create_connection(self.address, timeout=HANG_S)
 
     def until_running(self, n):
-        """Waits until so many requests are at work."""
+        """Wait until n requests are running."""
         said = f"moe_edge_requests_running {n}\n"
-        wait_until(lambda: said in self.get("/metrics"), f"there are never {n} requests that run")
+        wait_until(lambda: said in self.get("/metrics"), f"timed out: {n} requests are not running")
 
     def end(self, signum=signal.SIGTERM):
-        """(status, what it said on stderr) after a signal."""
+        """Send a signal. Return (status, output on stderr)."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
         status = self.process.wait(HANG_S)
@@ -112,8 +117,10 @@ class Served:
 
 @contextlib.contextmanager
 def serving(cache, *options, files=None):
-    """A server of the demo model on a free port, whose user folders are in `cache`. files: the most
-    file descriptors that it may have."""
+    """A server of the demo model on a free port, with its user folders in `cache`.
+
+    files: the maximum number of file descriptors.
+    """
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     library_path()
     own = {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(REPO), "OMP_WAIT_POLICY": "PASSIVE"}

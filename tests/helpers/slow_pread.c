@@ -1,4 +1,4 @@
-// Preloaded: each read from a file at an offset takes SLOW_PREAD_US microseconds longer.
+// Preloaded library: delays each pread by SLOW_PREAD_US microseconds.
 
 #define _GNU_SOURCE
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""Commands on small models, for tests/helpers/interrupting.py: a second or a few each."""
+"""Commands on small models, which take a few seconds each, for tests/helpers/interrupting.py."""
 
 import contextlib
 import json
@@ -10,15 +10,15 @@ from functools import partial
 
 from interrupting import REPO, Command
 
-# How long a server runs that nothing but a signal ends; it answers within the first half.
+# Run time of a server, which only a signal ends. It answers within the first half.
 SERVED_S = 4.0
-# Of a model in the Hub of the tests: enough for some hundred parts.
+# Size of a model in the tests' Hub: enough for several hundred parts.
 PULLED_BYTES = 256 << 20
-# What a machine was seen to do, which the next command need not find out again.
+# Measurements of a machine, which the next command reuses.
 MEASURED = r"/speed/[0-9a-f]+\.json$"
 DEMO = REPO / "models/demo/moe-edge-demo.gguf"
-# Command lines in whose place of SLOTS, READS, CALIB, a model, a text or an output there is what
-# such a command needs.
+# Command lines. SLOTS, READS, CALIB, MODEL/... and OUT/... are replaced by options, a model or an
+# output path.
 PLAIN = {
     "eval": "eval SLOTS --policy=dymoe READS=500 --json",
     "eval --kl": "eval SLOTS --policy=dymoe READS=500 --kl --json",
@@ -30,7 +30,7 @@ PLAIN = {
     "verify": f"verify {DEMO} --threads=1",
     "inspect": f"inspect {DEMO} --json",
 }
-# Those that say something else each time.
+# Commands whose output varies.
 VARYING = {
     "chat": "chat SLOTS --policy=dymoe -p hello --threads=1 --temp=0 --max-tokens=300",
     "check": "check -m MODEL/q8_0 --tokens=8 --out OUT/report.txt",
@@ -38,14 +38,14 @@ VARYING = {
 
 
 def commands(folder):
-    """Commands by name, on small models that are made when they are asked for."""
+    """Return commands by name, on small models that are written on demand."""
     made = SmallCommands(folder)
     return {
         **{name: partial(made.plain, line) for name, line in PLAIN.items()},
         **{name: partial(made.plain, line, exact=False) for name, line in VARYING.items()},
         **{"doctor": partial(made.of_a_machine, "doctor -m MODEL/q8_0 --ctx=512 --json")},
         **{"plan": partial(made.of_a_machine, "plan -m MODEL/q8_0 --ctx=512 --json")},
-        # A few rows, each in a process of its own; models are made in its own cache.
+        # A few rows, each in a separate process. Models are written into the command's own cache.
         "bench": partial(
             made.of_a_machine,
             "bench --quick --runs=1 --tokens=16 --caps=60 --rows=lru,dymoe",
@@ -59,7 +59,7 @@ def commands(folder):
 
 
 class SmallCommands:
-    """What the commands read, each made once in a folder, and the command lines."""
+    """The inputs of the commands, each written once into a folder, and the command lines."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -70,7 +70,7 @@ class SmallCommands:
         return Command([arg for word in line.split() for arg in self._args(word)], folder, **fields)
 
     def of_a_machine(self, line, keeps=MEASURED):
-        """One that has never been measured: what is found goes into its cache."""
+        """A command on a machine that was never measured. Its measurements go into its cache."""
         cache = {"XDG_CACHE_HOME": str(self._folder / "out" / "cache")}
         return self.plain(line, exact=False, keeps=keeps, environment=cache)
 
@@ -92,14 +92,17 @@ class SmallCommands:
         return self.plain(f"replay {trace} --policy=lru --expert-ram=2MiB --json")
 
     def pull(self):
-        """From a Hub on this machine. A download stays for the next time, whole or in part."""
+        """A download from a Hub on this machine.
+
+        The file stays for the next time, complete or in part.
+        """
         sys.path.insert(0, str(REPO / "tests/unit/hub"))
         from hub_server import Hub, Repo
 
         hub = Hub()
         hub.repos["me/model"] = Repo({"model.gguf": b"GGUF" + bytes(PULLED_BYTES)})
         hub.start()
-        # A client that was ended is what this is about.
+        # The test ends clients, so their errors are expected.
         hub.server.handle_error = lambda *_: None
         return self.plain(
             "pull me/model",
@@ -119,7 +122,7 @@ class SmallCommands:
         )
 
     def _args(self, word):
-        """What stands in the place of a word of a command line."""
+        """Return the arguments that replace a word of a command line."""
         kind, _, rest = word.replace("=", "/", 1).partition("/")
         if kind == "SLOTS":
             packed = self._model("q8_0", "q4_k", "q2_k")
@@ -150,7 +153,7 @@ class SmallCommands:
 
 @contextlib.contextmanager
 def _asking(port):
-    """Two clients that ask again and again, as soon as somebody listens."""
+    """Two clients that send requests repeatedly, as soon as the server listens."""
     over = threading.Event()
     body = json.dumps({"prompt": "hello", "max_tokens": 200, "stream": True}).encode()
     url = f"http://127.0.0.1:{port}/v1/completions"
@@ -158,7 +161,7 @@ def _asking(port):
 
     def ask():
         while not over.wait(0.05):
-            # What the server does when it ends is not the client's to judge.
+            # Errors at the server's end are expected.
             with (
                 contextlib.suppress(OSError, ValueError),
                 urllib.request.urlopen(request, timeout=5) as answer,

@@ -1,14 +1,14 @@
-"""A server under load for a long time: its memory, and that nothing but 429 is refused.
+"""Run a server under load for a long time. Check its memory, and that it refuses only with 429.
 
     python tests/helpers/soaking.py clients [--model M] [--clients 8] [--seconds 600] [--share 0.6]
     python tests/helpers/soaking.py requests [--model M] [--requests 1000] [--cache-ram 8MiB]
 
-clients: so many at once, some of whom leave in the middle, with slots for that share of the
-experts in the best precision. The server has a queue for half of them, so that some get 429. Fails
-where the process ever had more than the cap, or where another status came.
+clients: concurrent clients, some of which disconnect, and slots for a fraction (--share) of the
+experts in the best precision. The server's queue holds half of the clients, so some get 429. Fails
+if the process exceeds its memory limit, or for any other status.
 
-requests: conversations one after another. Fails where the resident memory at the end is more than
-2 % above that at the request with which the prompt cache was first full.
+requests: conversations in sequence. Fails if the resident memory at the end is more than 2 % above
+that at the request with which the prompt cache was first full.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MOST_GROWTH = 1.02
 
 
 def conversation(rng, n_predict):
-    """A request as another one each time, some of them long."""
+    """Return a random request. Some are long."""
     about = " ".join(rng.choices(COUNTRIES, k=rng.choice((1, 4, 40))))
     text = f"{rng.randrange(10**6)}: tell me about {about}."
     return {
@@ -48,7 +48,7 @@ def conversation(rng, n_predict):
 
 
 def ask(served, data, leaves):
-    """The status of one request. leaves: the client goes away behind the first line."""
+    """Return the status of one request. leaves: the client disconnects after the first line."""
     with closing(served.asked("/v1/chat/completions", data)) as connection:
         answer = connection.getresponse()
         if leaves:
@@ -56,12 +56,12 @@ def ask(served, data, leaves):
             return answer.status
         text = answer.read()
         if answer.status == 200 and (b'"error"' in text or b'"timings"' not in text):
-            return 500  # the error came behind the status
+            return 500  # the error came after the status
         return answer.status
 
 
 class Memory:
-    """The most resident memory of a process, looked at again and again."""
+    """The peak resident memory of a process, sampled repeatedly."""
 
     def __init__(self, pid):
         self._process = psutil.Process(pid)
@@ -84,7 +84,7 @@ class Memory:
 
 
 def ram_for(model, share):
-    """The cap on the process under which that share of the best precision's experts has slots."""
+    """Return the memory limit with slots for this fraction of the best precision's experts."""
     from gguf_tools.experts import ExpertModel
     from orchestrator.config import Config
     from orchestrator.lab.check.budgets import machine_of
@@ -95,14 +95,16 @@ def ram_for(model, share):
 
     config = Config.build(model=model, policy="lru", force_managed=True, ctx=512)
     with ExpertModel.open(model) as opened:
-        config = answering(config, ServeSettings(), Words.of(opened), "").config(config)
-        whole = plan_memory(config, opened, machine_of(config)).total_bytes
+        request = answering(config, ServeSettings(), Words.of(opened), "").request(config)
+        whole = plan_memory(request, opened, machine_of(config)).total_bytes
         return whole - int((1 - share) * opened.tier_bytes[0])
 
 
 def soak_clients(cache, model, clients, seconds, share):
-    """How often each status came. Raises AssertionError for another one than 200 and 429, and for
-    memory over the promise."""
+    """Return the count of each status.
+
+    Raises AssertionError for a status other than 200 and 429, and for memory above the limit.
+    """
     ram = ram_for(model, share)
     options = ("-m", str(model), "--ctx=512", f"--ram={ram}", f"--queue={clients // 2 - 1}")
     statuses = Counter()
@@ -121,7 +123,7 @@ def soak_clients(cache, model, clients, seconds, share):
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(client, range(clients)))
         memory.close()
-        served.post("/tokenize", {"content": "still here"})
+        served.post("/tokenize", {"content": "still running"})
         status, said = served.end()
         assert status == 0 and "Traceback" not in said, said[-2000:]
     peak = memory.peak_bytes / 2**20
@@ -132,7 +134,7 @@ def soak_clients(cache, model, clients, seconds, share):
 
 
 def soak_requests(cache, model, requests, cache_ram):
-    """(resident bytes when the prompt cache was first full, at the end)."""
+    """Return the resident bytes when the prompt cache was first full, and at the end."""
     limit = parse_size(cache_ram)
     rng = random.Random(1)
     options = ("-m", str(model), "--ctx=512", "--ram=180MiB", "--policy=lru", "--high-tier=q4_k")
@@ -149,14 +151,14 @@ def soak_requests(cache, model, requests, cache_ram):
                 print(f"{number:5}: {memory.now_bytes() / 2**20:.1f} MiB", flush=True)
         last = memory.now_bytes()
         memory.close()
-    assert first, "the prompt cache was never full: ask more, or give it less"
+    assert first, "the prompt cache was never full: use more --requests or less --cache-ram"
     growth = f"{first / 2**20:.1f} MiB, at the end {last / 2**20:.1f}: {last / first:.4f}"
     print(f"full at {at}: {growth}")
     return first, last
 
 
 def kv_bytes(model):
-    """Of one token of a conversation."""
+    """Return the KV bytes of one token."""
     from gguf_tools.experts import ExpertModel
 
     with ExpertModel.open(model) as opened:
@@ -180,7 +182,7 @@ def main():
         else:
             first, last = soak_requests(Path(cache), model, asked.requests, asked.cache_ram)
             if last > MOST_GROWTH * first:
-                sys.exit("it grows")
+                sys.exit("the memory grows")
 
 
 if __name__ == "__main__":

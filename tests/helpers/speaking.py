@@ -1,8 +1,8 @@
-"""A function that a model may call, and what it takes, for tests that speak to a server."""
+"""A function that a model may call, and its arguments."""
 
 
 def object_of(**properties):
-    """The schema of an object that has these properties, and no others."""
+    """Return the schema of an object with exactly these properties."""
     needed = {"required": list(properties), "additionalProperties": False}
     return {"type": "object", "properties": properties, **needed}
 

@@ -1,8 +1,8 @@
-"""A test of many cases: one row each."""
+"""Tests with a table of cases."""
 
 import pytest
 
 
 def cases(names, *rows):
-    """Runs a test once for each row, which has a value for each of its arguments' names."""
+    """Run a test once for each row. names: the arguments of the test."""
     return pytest.mark.parametrize(names, rows)

@@ -1,8 +1,8 @@
-"""Upstream's chat templates, and what the server makes of requests with them.
+"""Upstream's chat templates, and the server's handling of requests with them.
 
-tests/native/templates.json has a row for each template: an answer (`text`) and a call (`call`) as
-its model writes them, and the outcome of each column, RIGHT or what is known to be wrong.
-`python tests/helpers/templates.py` writes the outcomes of today into it.
+tests/native/templates.json has a row for each template: an answer (`text`) and a call (`call`) in
+its model's format, and the outcome of each column: RIGHT, or a known fault. `python
+tests/helpers/templates.py` writes the current outcomes into it.
 """
 
 import json
@@ -84,17 +84,20 @@ SCHEMA = {
 SHAPED = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 GOOD_JSON, BAD_JSON = '{"answer": "yes"}', '{"answer": "maybe"}'
 
-# Answers in a row of the table have these instead of a text and of reasoning.
+# Placeholders for the text and the reasoning in the answers of the table.
 TEXT, REASONING = "{text}", "{reasoning}"
 
 
 class Wrong(Exception):
-    """What is wrong about a case, in a few words."""
+    """The fault of a case, in a few words."""
 
 
 @lru_cache
 def upstream_templates():
-    """Return {name: source} of the pinned release; skips the test if only a part of it is here."""
+    """Return the templates of the pinned release by name.
+
+    Skip the test if the cache has only a part of them.
+    """
     upstream = read_upstream()
     path = REAL_CACHE / "sdist" / upstream.sdist_name
     found = {}
@@ -116,12 +119,12 @@ def library():
 
 
 def filled(pattern, text):
-    """Return an answer of the table with a text."""
+    """Return an answer of the table with this text."""
     return pattern.replace(REASONING, "Because.").replace(TEXT, text)
 
 
 def in_parts(*messages):
-    """The same messages with lists of parts as their content."""
+    """Return the messages with lists of parts as content."""
     return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
 
 
@@ -150,7 +153,7 @@ def requests(row):
 
 
 def outcomes(source, row):
-    """Return {column: RIGHT, or what is wrong} for a template."""
+    """Return {column: RIGHT or the fault} for a template."""
     asked = requests(row)
     cases = [{"request": request, "answers": answers} for request, answers in asked.values()]
     made = dict(zip(asked, library().try_template(source, cases, "<s>", "</s>"), strict=True))
@@ -167,7 +170,7 @@ def outcomes(source, row):
 
 
 def shows(prompt, *texts):
-    """Raises Wrong unless a prompt has these texts, in this order."""
+    """Raise Wrong unless a prompt has these texts, in this order."""
     at = 0
     for text in texts:
         at = prompt.find(text, at)
@@ -176,7 +179,10 @@ def shows(prompt, *texts):
 
 
 def messages_of(answer):
-    """The message of a whole answer and that of a stream. Raises Wrong if the parser has none."""
+    """Yield the messages of a complete answer and of a stream.
+
+    Raises Wrong if the parser returns none.
+    """
     for way in ("message", "streamed"):
         message = answer[way]
         if "error" in message:
@@ -204,7 +210,7 @@ def has_call(answer):
         if arguments != {"city": "Zagreb"}:
             raise Wrong(f"{way}: arguments {functions[0]['arguments']}")
         if (message.get("content") or "").strip():
-            raise Wrong(f"{way}: text beside the call: {message['content']!r}")
+            raise Wrong(f"{way}: text next to the call: {message['content']!r}")
 
 
 def accepts(answer, is_right, what):
@@ -274,7 +280,7 @@ def check_prefill(made, row):
 
 
 def write_table(rows):
-    """Write the table, each field of a row in a line of its own."""
+    """Write the table with one field per line."""
     lines = []
     for name, row in sorted(rows.items()):
         fields = [f" {json.dumps(key)}: {json.dumps(row[key], ensure_ascii=False)}" for key in row]

@@ -1,8 +1,8 @@
-"""What a streamed token costs through a proxy, beside the server itself, in turns.
+"""Measure the time of a streamed token through a proxy and directly, in alternation.
 
 python tests/helpers/through_ray.py SERVER_URL PROXY_URL --pairs 20 --tokens 200
 
-Prints the medians of both and the median of their ratio with the quartiles.
+Prints the medians of both, and the median of their ratio with the quartiles.
 """
 
 import argparse
@@ -16,7 +16,7 @@ HANG_S = 600
 
 
 def token_ms(url, number, tokens):
-    """Milliseconds a token, from the first event of a stream to its last."""
+    """Return the milliseconds per token, from the first event of a stream to its last."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=HANG_S)
     body = {"prompt": f"Story {number}.", "max_tokens": tokens, "stream": True, "ignore_eos": True}

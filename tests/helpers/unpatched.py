@@ -1,10 +1,11 @@
-"""llama.cpp as upstream publishes it, without our patches, to compare with: the library, and its
-own llama-quantize and llama-imatrix.
+"""llama.cpp as published by upstream, without our patches, for comparisons.
+
+A build has the library, llama-quantize and llama-imatrix.
 
     python tests/helpers/unpatched.py FOLDER       builds them from the pinned source: minutes
     MOE_EDGE_UNPATCHED=FOLDER python -m pytest tests/unit/convert/test_unpatched.py
 
-Without that variable, the tests that need it are skipped.
+Without this variable, the tests that need the build are skipped.
 """
 
 import json
@@ -19,14 +20,16 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parents[2]
 VARIABLE = "MOE_EDGE_UNPATCHED"
-# Read here: each test gets an environment without such variables.
+# Read at import, because each test gets an environment without such variables.
 FOLDER = os.environ.get(VARIABLE)
 TARGETS = ("llama", "llama-quantize", "llama-imatrix")
 
 
 def build(folder):
-    """Unpacks the pinned source as it is, and compiles it with the flags of the library that is
-    installed. Raises BuildError or CalledProcessError."""
+    """Unpack the pinned source without patches, and compile it with the installed library's flags.
+
+    Raises BuildError or CalledProcessError.
+    """
     from orchestrator.native.llama import Bindings
     from patches.upstream import BuildError, cached_sdist, read_upstream, sha256_file
 
@@ -49,21 +52,24 @@ def build(folder):
 
 
 class Unpatched:
-    """A folder with such a build."""
+    """A folder with a build of unpatched llama.cpp."""
 
     def __init__(self, folder):
         self.bin = folder / "build" / "bin"
 
     def logits(self, model, prompt, answer):
-        """Logits float32 [prompt + answer, vocab] of a GGUF: the prompt in one step, then one
-        token a step, in a process of its own. Raises AssertionError with what it said."""
+        """Return the logits of a prompt and an answer, float32 [prompt + answer, vocab].
+
+        The prompt is read in one step, then each token in its own. Runs in a separate process.
+        Raises AssertionError with its output.
+        """
         out = model.with_suffix(".npy")
         command = [sys.executable, __file__, "--logits", model, out, json.dumps([prompt, answer])]
         self._run(command, LLAMA_CPP_LIB_PATH=str(self.bin), PYTHONPATH=str(REPO))
         return np.load(out)
 
     def tool(self, name, *arguments):
-        """Runs one of upstream's programs; what it printed. Raises AssertionError."""
+        """Run one of upstream's programs and return its output. Raises AssertionError."""
         return self._run([self.bin / name, *arguments])
 
     def _run(self, command, **environment):
@@ -75,14 +81,14 @@ class Unpatched:
 
 
 def find():
-    """The build that the environment names, or why there is none."""
+    """Return the build that the environment names, or the reason why there is none."""
     if not FOLDER:
         return f"needs upstream without our patches: {VARIABLE}, see tests/helpers/unpatched.py"
     return Unpatched(Path(FOLDER))
 
 
 def _logits(model, out, prompt, answer):
-    """In the process of its own: as the engine computes a model that it does not manage."""
+    """Compute logits as for a model without managed experts. Runs in the separate process."""
     from orchestrator.native.llama import Bindings, LlamaContext, Model
 
     bindings = Bindings.load()

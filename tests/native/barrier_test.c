@@ -1,6 +1,6 @@
 #define _GNU_SOURCE
-// moe_edge_barrier: nobody passes before everybody has come, whoever waits long sleeps, nobody is left
-// asleep, and a thread that shares its core is noticed.
+// moe_edge_barrier: no thread passes before all have arrived, threads that wait long sleep, none
+// sleeps forever, and a thread that shares its core is detected.
 
 #include "moe-edge-barrier.h"
 
@@ -49,16 +49,17 @@ static void * run(void * argument) {
             sleep_us(1000);  // longer than the others spin
         }
         if (i % 500 == thread) {
-            // as if it had been put off its core: then nobody spins
+            // as if the thread had been preempted: then no thread spins
             atomic_store(&moe_edge_shared_until, moe_edge_barrier_ns() + 2000000);
         }
         atomic_fetch_add(&came[i], 1);
         moe_edge_barrier(&arrived, &passed, THREADS, relax);
         if (atomic_load(&came[i]) != THREADS) {
-            die("a thread passed before all had come");
+            die("a thread passed before all had arrived");
         }
     }
-    // the first is late by 60 ms, and the others must not compute meanwhile, though nobody has had its core
+    // The first thread is 60 ms late. The others must not use the CPU meanwhile, although no core
+    // is shared.
     moe_edge_barrier(&arrived, &passed, THREADS, relax);
     atomic_store(&moe_edge_shared_until, 0);
     moe_edge_barrier(&arrived, &passed, THREADS, relax);
@@ -73,7 +74,7 @@ static void * run(void * argument) {
     return NULL;
 }
 
-// Computes for 100 ms of the clock.
+// Computes for 100 ms of wall time.
 static void * compute(void * unused) {
     const long long start = moe_edge_barrier_ns();
     while (moe_edge_barrier_ns() - start < 100000000) {
@@ -81,16 +82,16 @@ static void * compute(void * unused) {
     return unused;
 }
 
-// A thread that computes beside another one on its core keeps this one waiting.
+// This thread is late, because another thread computes on its core.
 static void * late(void * unused) {
-    pthread_t beside;
-    if (pthread_create(&beside, NULL, compute, NULL) != 0) {
+    pthread_t other;
+    if (pthread_create(&other, NULL, compute, NULL) != 0) {
         die("no thread");
     }
-    moe_edge_barrier_late();  // what happened before does not count
+    moe_edge_barrier_late();  // the time before does not count
     compute(unused);
     moe_edge_barrier(&arrived, &passed, 2, relax);
-    pthread_join(beside, NULL);
+    pthread_join(other, NULL);
     return NULL;
 }
 
@@ -105,10 +106,11 @@ static void share_a_core(void) {
     }
     sched_setaffinity(0, sizeof(one), &one);
     atomic_store(&moe_edge_shared_until, 0);
-    // A program that is stopped meanwhile, or whose threads come late, has less than 100 ms of both.
+    // If the process is stopped meanwhile, or its threads start late, the two overlap for less than
+    // 100 ms.
     for (int tries = 0; atomic_load(&moe_edge_shared_until) == 0; tries++) {
         if (tries == 100) {
-            die("nobody noticed that a core is shared");
+            die("the shared core was not detected");
         }
         pthread_t thread;
         if (pthread_create(&thread, NULL, late, NULL) != 0) {
@@ -119,9 +121,9 @@ static void share_a_core(void) {
     }
 }
 
-// What a thread that keeps others waiting sees on machines that are played: it is put off its core for
-// off_us in each round_us, is ready without one all the time that nobody spins, and looks that often.
-// Returns for which part of 4 s nobody spins.
+// Simulates what a late thread sees on a machine. The thread is preempted for off_us in each
+// round_us, and it is runnable without a core whenever threads sleep. It checks every look_us.
+// Returns the fraction of 4 s in which threads sleep.
 static double asleep(long long off_us, long long round_us, long long look_us) {
     atomic_store(&moe_edge_shared_until, 0);
     atomic_store(&moe_edge_shared_ns, 0);
@@ -147,25 +149,26 @@ static double asleep(long long off_us, long long round_us, long long look_us) {
 }
 
 static void judge(void) {
-    // Small things take a core for a millisecond in thirteen, whether threads spin or sleep, and so
-    // look seldom or at each barrier.
+    // Small processes take a core for 1 ms of 13, whether threads spin or sleep. The check runs
+    // rarely or at each barrier.
     if (asleep(1000, 13000, 50) > 0.02 || asleep(1000, 13000, 5000) > 0.02) {
-        die("a machine on which nobody else computes is taken for a shared one");
+        die("an idle machine is taken for a shared one");
     }
-    // Another process that computes for 5 ms of 50 or of 100 takes no more than that.
+    // Another process that computes for 5 ms of 50 or 100 must not make threads sleep more than 10
+    // %.
     if (asleep(5000, 50000, 50) > 0.1 || asleep(5000, 100000, 1000) > 0.1) {
-        die("a burst now and then keeps threads asleep");
+        die("short bursts make threads sleep");
     }
-    // Another process takes its half in time slices.
+    // Another process takes half of the time in time slices.
     if (asleep(3000, 6000, 50) < 0.4 || asleep(3000, 6000, 1000) < 0.4) {
-        die("a machine that is shared is not seen");
+        die("a shared machine is not detected");
     }
 }
 
 int main(void) {
     judge();
     pthread_t threads[THREADS];
-    // the count of barriers wraps around on the way
+    // the count of barriers wraps around during the test
     atomic_store(&passed, (0x7fffffff - ROUNDS) & ~1);
     for (size_t i = 0; i < THREADS; i++) {
         if (pthread_create(&threads[i], NULL, run, (void *) i) != 0) {
@@ -176,10 +179,10 @@ int main(void) {
         pthread_join(threads[i], NULL);
     }
     if (atomic_load(&known) != THREADS) {
-        die("not every thread said once that it computes");
+        die("not every thread registered once");
     }
     if (atomic_load(&waiting_cpu_ns) > 10000000) {
-        die("those that waited computed");
+        die("waiting threads used the CPU");
     }
     if (moe_edge_delay_ns() >= 0) {
         share_a_core();

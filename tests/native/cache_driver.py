@@ -1,4 +1,4 @@
-"""A real store over a small file of known bytes, and plain calls on it."""
+"""A real store over a small file with known bytes, and direct calls of it."""
 
 import ctypes
 import threading
@@ -11,10 +11,10 @@ from orchestrator.native.abi import VISIT_CB, CPrefetch
 from .cache_model import DOWN, GATE, GATE_UP, SKIP, UP
 from .conftest import HANG_S
 
-KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # of each layer
+KINDS = ((UP, GATE, DOWN), (GATE_UP, DOWN), (UP, DOWN), (UP, GATE, DOWN))  # in each layer
 TYPES = (8, 12, 11, 10)  # q8_0, q4_K, q3_K, q2_K
-# Of each tier in the file. No slice starts on a block; a read takes long enough to be met
-# while it runs.
+# Bytes of an expert in each tier of the file. No slice starts at a block boundary. A read takes
+# long enough that requests meet it while it runs.
 EXPERT_BYTES = (90_001, 60_001, 40_001, 20_001)
 SLOT_BYTES = tuple((n + 2 * 4096) // 4096 * 4096 for n in EXPERT_BYTES)
 DEVICE_SLOT_BYTES = tuple(
@@ -23,7 +23,7 @@ DEVICE_SLOT_BYTES = tuple(
 
 
 def make_store(library, file, tiers, layout):
-    """A store of this layout; writes the file's offsets into it."""
+    """Create a store with this layout. Write the file's offsets into the layout."""
     for (layer, kind, tier), offset in file.offset.items():
         if layer < len(layout.kinds) and tier in tiers:
             layout.offsets[layer, kind, tiers.index(tier)] = offset
@@ -40,7 +40,7 @@ def make_store(library, file, tiers, layout):
 
 
 class Driver:
-    """Plain calls on one store; fails where an op gets other bytes than those of its tier."""
+    """Direct calls of one store. A call fails if an op gets bytes of the wrong tier."""
 
     def __init__(self, library, file, tiers, layout):
         self.file, self.tiers, self.layout = file, tiers, layout
@@ -61,7 +61,10 @@ class Driver:
         self.native.prefetch(self.store.handle, array, len(items))
 
     def use(self, layer, kind, experts):
-        """What the op met, in its order; None where the step was cancelled."""
+        """Compute experts.
+
+        Return the visits (expert, tier) in the order of the op, or None if the step was cancelled.
+        """
         visits = []
         wrong = []
 
@@ -69,12 +72,12 @@ class Driver:
             visits.append((expert, tier))
             if tier == SKIP:
                 if data or n_bytes:
-                    wrong.append(f"expert {expert} is skipped and has bytes")
+                    wrong.append(f"expert {expert} is skipped but has bytes")
                 return
             in_file = self.tiers[tier]
             expected = self.file.slice(layer, kind, in_file, expert)
             if ggml != TYPES[in_file] or ctypes.string_at(data, n_bytes) != expected:
-                wrong.append(f"expert {expert} has other bytes than those of tier {tier}")
+                wrong.append(f"expert {expert} does not have the bytes of tier {tier}")
 
         stuck = threading.Timer(HANG_S, self.store.cancel, (True,))
         stuck.start()
@@ -87,10 +90,10 @@ class Driver:
         return visits if status == 0 else None
 
     def counts(self):
-        """The statistics under the model's names."""
+        """The statistics, under the names that the model uses."""
         stats = self.store.stats()
         by_phase = ["requests", "hits"]
-        if self.layout.device is None:  # else as far as the host's cache has them not
+        if self.layout.device is None:  # on a device, bytes in the host cache are not read again
             by_phase += ["demand_bytes", "prefetch_bytes"]
         seen = {
             f"{name}[{phase}]": getattr(stats, name)[phase] for name in by_phase for phase in Phase

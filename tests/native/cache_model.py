@@ -1,17 +1,19 @@
-"""What the expert cache must do, in plain Python: a second, short implementation of the rules.
+"""Reference model of the expert cache in plain Python: a second, short implementation of its rules.
 
-Rules (DyMoE 4.4.2): a cell, one (layer, kind, expert), holds one tier. A request for a better
-tier than it holds is a miss, loads that tier and then drops the old copy. A request for the
-same or a worse tier is a hit. Beside them: slots of a pool go to whoever asked first, then to
-the copy asked for longest ago that the running step does not need. A prefetch takes its slot when
-its read starts (on a device: when its bytes are in host memory), or as soon as it is asked for;
-it is dropped where there is none. A limit leaves each pool its first slots: the copies that were
-asked for longest ago go. A read into a slot that goes ends as any other, and then its copy, or
-one that was asked for longer ago, goes.
+Rules (DyMoE 4.4.2): a cache entry, one (layer, kind, expert), holds one tier. A request for a
+better tier than it holds is a miss: it loads that tier and then drops the old copy. A request for
+the same or a worse tier is a hit.
 
-The disk runs beside the requests, so one history of requests has several legal outcomes. A
-`Cache` is one of them; `Caches` is the set of all that agree with what was seen, and empty as soon
-as the real store does what no legal outcome does.
+Other rules: the first request gets the next free slot of a pool. If no slot is free, the pool
+evicts the least recently requested copy that the running step does not need. A prefetch takes its
+slot when its read starts (on a device: when its bytes are in host memory), or as soon as its expert
+is requested. If there is no slot, the prefetch is dropped. A limit keeps the first slots of each
+pool and evicts the least recently requested copies. A read into a slot above the limit still
+completes. Then its copy, or one that was requested earlier, is evicted.
+
+The disk runs in parallel with the requests, so one history of requests has several legal outcomes.
+A `Cache` is one of them. `Caches` is the set of all outcomes that agree with the observations. It
+becomes empty as soon as the real store does something that no legal outcome allows.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from typing import NamedTuple
 SKIP = 255
 ABSENT = 254
 UP, GATE, GATE_UP, DOWN = range(4)
-GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # in which a layer computes its kinds
+GRAPH_ORDER = (GATE, GATE_UP, UP, DOWN)  # order in which a layer computes its kinds
 
 Cell = tuple[int, int, int]  # layer, kind, expert
 Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
@@ -30,27 +32,27 @@ Pool = tuple[int, int, int]  # layer (-1: all layers share it), kind, tier
 
 @dataclass(frozen=True)
 class Layout:
-    """What does not change while a store lives; bytes and counts as the store is given them."""
+    """The constants of a store. Bytes and counts are those given to the store."""
 
-    kinds: tuple[tuple[int, ...], ...]  # of each layer, ascending
+    kinds: tuple[tuple[int, ...], ...]  # in each layer, ascending
     n_expert: int
     n_tiers: int
     shared: bool  # layers share slots
-    n_slots: tuple[int, ...]  # [tier] of each pool; where it is mixed, the first one
+    n_slots: tuple[int, ...]  # [tier] of each pool; in a mixed pool, the first tier
     slot_bytes: tuple[int, ...]  # [tier]
     expert_bytes: tuple[int, ...]  # [tier]
     offsets: dict[tuple[int, int, int], int]  # (layer, kind, tier) of expert 0 in the file
     io_threads: int
-    n_passing: int = 1  # slots of a pool that passing reads may take from the others
-    exact_tiers: bool = False  # a request drops a better copy: no reuse, to measure quality
-    # Slots are on a device, with a cache of slices in host memory behind it: what that has does
-    # not queue for the disk, so that any load may be the next one, and none need read bytes.
+    n_passing: int = 1  # slots of a pool that streaming reads may take from other reads
+    exact_tiers: bool = False  # to measure quality: requests drop better copies
+    # Slots are on a device, with a cache of slices in host memory. Slices in that cache skip the
+    # disk queue, so any queued load may be the next one, and a load may read no bytes.
     device: str | None = None
     host_bytes: int = 0
     mixed: bool = False  # tiers share slots
 
     def computed(self, layer):
-        """The kinds of a layer, in the order in which it computes them."""
+        """Return the kinds of a layer in the order in which the layer computes them."""
         return tuple(kind for kind in GRAPH_ORDER if kind in self.kinds[layer])
 
     def pool(self, cell, tier):
@@ -61,14 +63,17 @@ class Layout:
 
     @cached_property
     def pools(self):
-        """In the order in which the store is given them."""
+        """All pools, in the order in which the store gets them."""
         tiers = range(self.n_tiers)
         cells = [(at, k, 0) for at, kinds in enumerate(self.kinds) for k in kinds]
         return tuple(dict.fromkeys(self.pool(cell, tier) for cell in cells for tier in tiers))
 
     def within(self, n_bytes):
-        """How many slots of each pool a limit of so many bytes leaves: slots lie in turn, at even
-        distances of each pool, and the limit cuts their memory at one place."""
+        """Return the number of slots that a limit of n_bytes leaves in each pool.
+
+        The slots of a pool are placed at even distances among those of the other pools. The limit
+        cuts this sequence at one position.
+        """
         left = dict.fromkeys(self.pools, 0)
         order = sorted(
             (i / self.n_slots[tier], at)
@@ -88,24 +93,27 @@ class Copy(NamedTuple):
     """A complete tier in a slot."""
 
     tier: int
-    stamp: int  # when it was last asked for
-    unused: bool  # read ahead, and not asked for yet
-    passing: bool  # read for passing requests alone: goes before all others
+    stamp: int  # time of the last request
+    unused: bool  # prefetched, and not requested yet
+    passing: bool  # read only for streaming requests: evicted before all others
 
 
 class Read(NamedTuple):
-    """A tier on its way from disk. placed: its slot is taken. kept: what a prefetch does not evict,
-    which is what stands in its list or in a later one."""
+    """A tier that is being read from disk.
+
+    placed: it has a slot. kept: the entries that this prefetch does not evict: those in its own
+    list or in a later one.
+    """
 
     tier: int
     stamp: int
     ahead: bool  # a prefetch
     turn: int  # among prefetches
-    stage: int  # of those below; a doomed one runs, and comes to nothing
+    stage: int  # one of the stages below; the bytes of a doomed read are thrown away
     passing: bool
     placed: bool = True
     kept: frozenset[Cell] = frozenset()
-    beyond: bool = False  # its slot is one that goes
+    beyond: bool = False  # its slot is above the limit
 
 
 QUEUED, RUNNING, DOOMED, ARRIVED = range(4)
@@ -118,11 +126,11 @@ class Cache:
     layout: Layout
     held: dict[Cell, Copy] = field(default_factory=dict)
     reads: dict[Cell, Read] = field(default_factory=dict)
-    want: dict[Cell, int] = field(default_factory=dict)  # what the running step needs, or SKIP
+    want: dict[Cell, int] = field(default_factory=dict)  # tier that the step needs, or SKIP
     waiting: dict[Pool, tuple[Cell, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    passing: set[Cell] = field(default_factory=set)  # what is wanted, and only passes through
-    limits: dict[Pool, int] = field(default_factory=dict)  # slots that pools have now
+    passing: set[Cell] = field(default_factory=set)  # entries with only streaming requests
+    limits: dict[Pool, int] = field(default_factory=dict)  # current number of slots of each pool
     phase: int = 0
     clock: int = 0
     turn: int = 0
@@ -134,7 +142,7 @@ class Cache:
         return copied
 
     def key(self):
-        """Equal for states that cannot be told apart later: only the order of stamps counts."""
+        """Equal for states that behave the same from now on. Only the order of stamps counts."""
         order = sorted([(c[1], cell) for cell, c in self.held.items()])
         order += sorted([(r[1], cell) for cell, r in self.reads.items()])
         stamps = [stamp for stamp, _ in order]
@@ -161,20 +169,18 @@ class Cache:
         self.clock += 1
         return self.clock
 
-    # ---- what a cell is worth now
-
     def pinned(self, cell):
         return self.want.get(cell, SKIP) != SKIP
 
     def good_enough(self, cell):
-        """Conservative reuse: the wanted tier or any better one will do."""
+        """Conservative reuse: the requested tier or any better one satisfies the request."""
         return cell in self.held and self.held[cell].tier <= self.want[cell]
 
     def unmet(self, cell):
         return self.pinned(cell) and not self.good_enough(cell)
 
     def resident(self):
-        """[layer][expert]: the worst tier over its kinds, ABSENT if one is missing."""
+        """[layer][expert]: the worst tier of its kinds, or ABSENT if a kind is missing."""
         table = []
         for layer, kinds in enumerate(self.layout.kinds):
             row = []
@@ -185,16 +191,16 @@ class Cache:
             table.append(row)
         return table
 
-    # ---- slots
-
     def slot_bytes_in_use(self):
         tiers = [copy.tier for copy in self.held.values()]
         tiers += [read.tier for read in self.reads.values() if read.placed]
         return sum(self.layout.slot_bytes[tier] for tier in tiers)
 
     def make_room(self, cell, tier, passing, kept=(), ahead=False):
-        """Whether there is a slot, free or made free; copies of `kept` cells do not make room.
-        ahead: for a prefetch."""
+        """Return whether the pool has a free slot, after an eviction if necessary.
+
+        Copies of `kept` entries are not evicted. ahead: the slot is for a prefetch.
+        """
         pool = self.layout.pool(cell, tier)
         copies, loads, going, n_slots = self.of_pool(pool)
         assert len(copies) + len(loads) <= n_slots
@@ -209,7 +215,7 @@ class Cache:
                 if c not in kept
             ]
             if not idle and self.layout.mixed and not ahead:
-                # what the step needs in a better tier, and so reads anew in any case
+                # copies that the step needs in a better tier, and therefore reads again anyway
                 idle = [(True, self.held[c].stamp, c) for c in copies if self.unmet(c)]
             if not idle:
                 return False
@@ -217,8 +223,11 @@ class Cache:
         return True
 
     def of_pool(self, pool):
-        """What is complete in a pool, what is read into it, what is read into slots of it that go,
-        and how many slots the first two may have."""
+        """Return the contents of a pool.
+
+        These are its copies, the reads into kept slots, the reads into slots above the limit, and
+        the number of kept slots.
+        """
         of, n_slots = self.layout.pool, self.limits.get(pool, self.layout.n_slots[pool[2]])
         copies = [c for c, copy in self.held.items() if of(c, copy.tier) == pool]
         reads = [(c, r) for c, r in self.reads.items() if r.placed and of(c, r.tier) == pool]
@@ -226,15 +235,19 @@ class Cache:
         return copies, loads, going, n_slots
 
     def fit(self, pool):
-        """What a limit leaves no slot for goes."""
+        """Evict the copies that exceed a pool's limit."""
         copies, loads, _, n_slots = self.of_pool(pool)
         order = sorted(copies, key=lambda c: (not self.held[c].passing, self.held[c].stamp))
         for cell in order[: max(0, len(copies) + len(loads) - n_slots)]:
             self.evict(cell)
 
     def limit(self, n_bytes):
-        """Between two steps, when nothing is needed. Which of the reads under way have a slot that
-        goes, nobody can see: a state for each case."""
+        """Set a limit between two steps, when no entry is needed.
+
+        Return one state for each possible case.
+
+        The test cannot observe which of the running reads have a slot above the limit.
+        """
         assert not self.want
         self.limits = self.layout.within(n_bytes)
         placed = [cell for cell, read in self.reads.items() if read.placed]
@@ -250,12 +263,12 @@ class Cache:
         return cases
 
     def may_be(self, pool):
-        """Whether a pool has slots enough of both sides of the limit for what is read into it."""
+        """Return whether a pool has enough slots for its reads on both sides of the limit."""
         _, loads, going, n_slots = self.of_pool(pool)
         return len(loads) <= n_slots and len(going) <= self.layout.n_slots[pool[2]] - n_slots
 
     def settled(self):
-        """Whether no slot is in use that is to go."""
+        """Return whether no slot above the limit is in use."""
         return not any(read.beyond for read in self.reads.values())
 
     def count_peak(self):
@@ -263,7 +276,7 @@ class Cache:
         self.counts["slot_bytes_peak"] = peak
 
     def load(self, cell, tier, passing=False):
-        """Starts to load for a request where there is a slot."""
+        """Start to load an entry for a request. Return whether there was a slot."""
         if not self.make_room(cell, tier, passing):
             return False
         self.reads[cell] = Read(tier, self.tick(), False, 0, QUEUED, passing)
@@ -271,7 +284,10 @@ class Cache:
         return True
 
     def place(self, cell):
-        """A slot for a read that has none; a request lets those go first that wait already."""
+        """Find a slot for a read without one.
+
+        A request waits until earlier waiting requests have a slot.
+        """
         read = self.reads[cell]
         if read.placed:
             return True
@@ -302,7 +318,7 @@ class Cache:
             self.waiting[pool] = (*queue, cell)
 
     def serve(self, pool):
-        """First come, first served."""
+        """Give free slots to the waiting requests, in the order of the requests."""
         while self.waiting.get(pool):
             cell = self.waiting[pool][0]
             idle = self.unmet(cell) and cell not in self.reads
@@ -310,10 +326,11 @@ class Cache:
                 return
             self.waiting[pool] = self.waiting[pool][1:]
 
-    # ---- the disk
-
     def turn_of(self, cell):
-        """Demand first, by kind and along the file; then prefetches as they were listed."""
+        """Return the sort key of a read.
+
+        Requests come first, by kind and file offset, then prefetches in the order of their list.
+        """
         read = self.reads[cell]
         if read.ahead:
             return (1, read.turn, 0, cell)
@@ -321,7 +338,10 @@ class Cache:
         return (0, rank, self.layout.offset(cell, read.tier), cell)
 
     def disk_steps(self):
-        """What the disk may do next: end a running read, or begin the most urgent one."""
+        """Return the possible next steps of the disk.
+
+        A running read ends, or the most urgent read begins.
+        """
         running = [c for c, read in self.reads.items() if read.stage in (RUNNING, DOOMED)]
         queued = [c for c, read in self.reads.items() if read.stage == QUEUED]
         steps = [partial(Cache.arrive, cell=cell) for cell in running]
@@ -345,14 +365,14 @@ class Cache:
 
     def arrive(self, cell):
         if self.reads[cell].stage == DOOMED or not self.place(cell):
-            self.throw_away(cell)
+            self.discard(cell)
             return
         self.reads[cell] = self.reads[cell]._replace(stage=ARRIVED)
         if not self.pinned(cell) or not self.good_enough(cell):
-            self.publish(cell)  # else an op may be reading the copy that it would replace
+            self.publish(cell)  # otherwise an op may be reading the copy that would be replaced
 
     def publish(self, cell):
-        """No duplication: the new copy takes the place of the old one."""
+        """Replace the old copy by the new one: an entry never has two copies."""
         read, old = self.reads.pop(cell), self.held.get(cell)
         if old is not None:
             self.count("promotions", read.tier < old.tier)
@@ -360,7 +380,7 @@ class Cache:
         unused = read.ahead and not self.pinned(cell)
         self.held[cell] = Copy(read.tier, read.stamp, unused, read.passing)
         if self.unmet(cell):
-            self.load_or_wait(cell)  # a worse tier was on its way when this one was asked for
+            self.load_or_wait(cell)  # a better tier was requested during this read
         if old is not None:
             self.serve(self.layout.pool(cell, old.tier))
         if not self.pinned(cell):
@@ -373,13 +393,11 @@ class Cache:
         self.count("prefetch_cancelled", read.ahead)
         self.serve(self.layout.pool(cell, read.tier))
 
-    def throw_away(self, cell):
-        """A read that comes to nothing; who needs the cell begins again."""
+    def discard(self, cell):
+        """Discard a read. If the step needs the entry, load it again."""
         self.cancel(cell)
         if self.unmet(cell):
             self.load_or_wait(cell)
-
-    # ---- requests
 
     def begin_step(self, phase):
         self.phase = phase
@@ -397,7 +415,7 @@ class Cache:
                 self.cancel(cell)
 
     def apply(self, layer, tiers, passing=frozenset()):
-        """tiers: what each routed expert shall have, in the order of the routing."""
+        """Request experts. tiers: the tier for each routed expert, in the order of the routing."""
         cells = [(layer, kind, expert) for kind in self.layout.computed(layer) for expert in tiers]
         for tier in tiers.values():
             self.count_phase("routed skip" if tier == SKIP else f"routed {tier}")
@@ -449,7 +467,10 @@ class Cache:
         self.load_or_wait(cell)
 
     def prefetch(self, items):
-        """Most urgent first. What is listed and resident does not make room for what is not."""
+        """Queue prefetches, the most urgent one first.
+
+        Resident entries in the list are not evicted for the others.
+        """
         kinds = self.layout.computed
         listed = [
             ([(layer, k, expert) for k in kinds(layer) if mask >> k & 1], tier, passing)
@@ -473,7 +494,7 @@ class Cache:
                     self.turn += 1
 
     def ready(self, layer, kind, experts):
-        """Which of these may be computed now, and in which tier."""
+        """Return the experts that can be computed now, as (expert, tier) pairs."""
         out = []
         for expert in experts:
             cell = (layer, kind, expert)
@@ -497,16 +518,19 @@ class Cache:
 
 
 class Caches:
-    """All states that agree with what was seen. Beyond max_states it gives up and is `lost`:
-    what may be the case then depends on too much that nobody saw."""
+    """All states that agree with the observations.
+
+    Above max_states the set gives up and is `lost`: the possible states then depend on too many
+    unobserved events.
+    """
 
     def __init__(self, layout, max_states):
         self.states = [Cache(layout)]
         self.max_states = max_states
         self.lost = False
 
-    def _let_the_disk_run(self):
-        """Any number of disk steps may have been taken since the last look."""
+    def _advance_disk(self):
+        """Add all states that the disk can have reached since the last observation."""
         found = {state.key(): state for state in self.states}
         todo = list(found.values())
         while todo and not self._give_up(len(found) // 10):
@@ -524,16 +548,18 @@ class Caches:
         return self.lost
 
     def do(self, change):
-        """One request, at some moment of the disk's work. change: returns the states that there may
-        be then, or None for the one that it was given."""
+        """Apply one request, at an unknown moment of the disk's work.
+
+        change: returns the states that can follow, or None if it changed the given state in place.
+        """
         if not self.lost:
-            self._let_the_disk_run()
+            self._advance_disk()
             self.states = [each for state in self.states for each in change(state) or [state]]
 
     def keep(self, agrees):
-        """Something was seen at some moment; False if no legal outcome shows it."""
+        """Keep the states that agree with an observation. Return False if there is none."""
         if not self.lost:
-            self._let_the_disk_run()
+            self._advance_disk()
         found = [state for state in self.states if agrees(state)]
         if found and not self.lost:
             self.states = found
@@ -541,9 +567,12 @@ class Caches:
         return bool(found) or self.lost
 
     def use(self, layer, kind, experts, visits):
-        """An op computed these experts and met them in the order of visits: (expert, tier or SKIP).
-        Takes what is ready, computes it, gives it back, waits for more; False if that cannot
-        be."""
+        """Replay an op that computed these experts.
+
+        visits: (expert, tier or SKIP) in the order of the op. The op takes the experts that are
+        ready, computes and releases them, and waits for more. Return False if no legal outcome
+        allows these visits.
+        """
         done = {}
         seen = set()
         todo = [(state.copy(), 0, 0, False) for state in self.states]
@@ -567,7 +596,7 @@ class Caches:
                 continue
             gone = {expert for expert, _ in visits[:n_visited]}
             ready = state.ready(layer, kind, [e for e in experts if e not in gone])
-            if not ready:  # it looks for slots once more, and waits
+            if not ready:  # the op looks for slots once more, and waits
                 state.serve_kind(layer, kind)
                 todo.append((state, n_visited, 0, again))
             elif ready == visits[n_visited : n_visited + len(ready)]:

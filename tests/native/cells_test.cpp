@@ -1,6 +1,7 @@
-// Every state of a load that its functions can bring about, in any order, and what they refuse.
+// Explores every state of a load that its functions can reach, in any order, and the calls that
+// they refuse.
 //
-// Prints one line; exit status 1 and a sentence on the first violation.
+// Prints one line. At the first violation it prints a message and exits with 1.
 
 #include "moe-edge-cells.h"
 #include "stress.h"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int32_t PARTS = 3;
 
-// A load, and what it does not tell: how many of its parts have begun, and how many have ended.
+// A load, and the numbers of its begun and ended parts, which the load itself does not expose.
 struct counted_load {
     moe_edge_load load;
     int32_t begun = 0, ended = 0;
@@ -38,14 +39,14 @@ fingerprint of(const counted_load & counted) {
         load.arrived(), load.has_slot(), load.slotless(), load.host_slot() >= 0 };
 }
 
-// Its stage and fate, whether bytes were read for it, and whether a thread is on it.
+// Stage, fate, whether bytes were read, and whether a thread works on the load.
 using situation = std::tuple<moe_edge_stage, moe_edge_fate, bool, bool>;
 
 situation situation_of(const counted_load & counted) {
     return { counted.load.stage(), counted.load.fate(), counted.begun > 0, counted.begun > counted.ended };
 }
 
-// All that come up.
+// All situations that can occur.
 std::set<situation> situations(bool staged) {
     using stage = moe_edge_stage;
     using fate  = moe_edge_fate;
@@ -64,23 +65,23 @@ std::set<situation> situations(bool staged) {
     return out;
 }
 
-// Against what was counted; empty where they agree.
+// Compares a load with the counts. Returns "" if they agree.
 std::string compare(const counted_load & counted) {
     const auto & load  = counted.load;
     const bool reading = load.stage() == moe_edge_stage::READING;
     if (reading && load.good() && load.queued() != (counted.begun < PARTS)) {
-        return "a part is forgotten, or there is one too many";
+        return "a part is missing, or there is one too many";
     }
     if (reading && !load.queued() && load.arrived() != (counted.begun == counted.ended)) {
-        return "a thread on it is forgotten";
+        return "a thread of the load is not counted";
     }
     if (load.stage() > moe_edge_stage::READING && counted.ended != (counted.begun > 0 ? PARTS : 0)) {
-        return "it goes on before it was read";
+        return "the load continues before it was read";
     }
     return {};
 }
 
-// What a store does to a load, which may refuse it. staged: there is a host tier, that loads go through.
+// The calls of a store on a load, which may refuse them. staged: loads go through a host cache.
 std::vector<std::function<void(counted_load &)>> actions(bool staged) {
     std::vector<std::function<void(counted_load &)>> out = {
         [=](counted_load & counted) {
@@ -142,7 +143,8 @@ std::vector<moe_edge_load> beginnings(bool staged, bool found) {
     return out;
 }
 
-// A load is as it may be whatever was done to it, but for one that has arrived: the store acts on that at once.
+// Checks a load after every sequence of calls. A load that has arrived is not checked, because the
+// store acts on it at once.
 size_t explore(bool staged) {
     std::set<fingerprint> seen;
     std::set<situation>   came;
@@ -165,7 +167,7 @@ size_t explore(bool staged) {
         const std::string wrong = counted.load.arrived() ? std::string() : counted.load.check(staged);
         for (const auto & what : { wrong, compare(counted) }) {
             if (!what.empty()) {
-                die("a load can be brought into a state that cannot be: " + what);
+                die("a load reaches an invalid state:  " + what);
             }
         }
         for (const auto & act : actions(staged)) {
@@ -178,10 +180,10 @@ size_t explore(bool staged) {
         }
     }
     if (refused == 0) {
-        die("a load does whatever it is told");
+        die("a load refuses nothing");
     }
     if (came != situations(staged)) {
-        die("a load comes into other situations than it can be in");
+        die("the reached situations are not the expected ones");
     }
     return seen.size();
 }
@@ -189,7 +191,7 @@ size_t explore(bool staged) {
 void read_parts(moe_edge_load & load) {
     for (int32_t part = 0; part < PARTS; part++) {
         if (load.start_part(PARTS) != part) {
-            die("the parts of a read do not come in their order");
+            die("the parts of a read are not in order");
         }
     }
     for (int32_t part = 0; part < PARTS; part++) {
@@ -200,7 +202,8 @@ void read_parts(moe_edge_load & load) {
     }
 }
 
-// Behind a device: bytes that were read for nobody wait in the host tier, those that it had are copied or used there.
+// On a device: prefetched bytes wait in the host cache, and bytes in the host cache are copied or
+// used in place.
 void run_host_tier() {
     auto load = moe_edge_load::ahead(1, moe_edge_purpose::AHEAD, 4, { 5, 3, true });
     load.reads_parts(PARTS);
@@ -220,7 +223,7 @@ void run_host_tier() {
     here.finds(8);
     const bool apart = found.queued() && found.untouched() && !here.queued() && here.arrived() && here.in_place();
     if (!none || !waits || !copied || !apart || !refuses([&] { found.copy_enqueued(); }) || !refuses([&] { here.leave_copies(); })) {
-        die("a load behind a device is something else");
+        die("a load on a device is wrong");
     }
 }
 
@@ -238,50 +241,50 @@ void run_load() {
     load.fail();
     load.finish_part(0);
     if (!early || !asked || !cut || !load.arrived() || !load.has_failed() || load.entire()) {
-        die("a load that is asked for, given up and fails is something else");
+        die("a load that is asked for, given up and fails is wrong");
     }
     auto whole = moe_edge_load::into_slot(0, moe_edge_purpose::DEMAND, 0, 1);
     whole.reads_parts(1);
     whole.start_part(1);
     whole.give_up();
     if (whole.fate() != moe_edge_fate::UNWANTED || !whole.entire()) {
-        die("what is given up in its last part is not read to its end");
+        die("a load given up in its last part is not read to its end");
     }
     if (!refuses([] { moe_edge_load::into_slot(0, moe_edge_purpose::COMPUTE, 0, 1); }) ||
         !refuses([] { moe_edge_load::ahead(0, moe_edge_purpose::DEMAND, 0, {}); }) ||
         !refuses([&] { whole.reads_parts(2); })) {
-        die("a load begins as it cannot");
+        die("an invalid load is accepted");
     }
 }
 
 void run_cell() {
     moe_edge_cell cell;
     if (!refuses([&] { cell.publish(); }) || !refuses([&] { cell.end(); }) || !refuses([&] { cell.drop(); }) || !refuses([&] { cell.move(1); }) || !refuses([&] { cell.wait(); })) {
-        die("a cell without anything gives something up");
+        die("an empty cell accepts a call");
     }
     const bool first = cell.decide(1, true), again = cell.decide(1, false);
     cell.wait();
     if (!first || again || !cell.lacks() || cell.passing() || !cell.waiting() || !refuses([&] { cell.wait(); })) {
-        die("a request of a cell is something else");
+        die("a request of a cell is wrong");
     }
     auto load = moe_edge_load::into_slot(1, moe_edge_purpose::DEMAND, 0, 6);
     load.reads_parts(PARTS);
     cell.begin(load);
     if (!refuses([&] { cell.begin(load); }) || !refuses([&] { cell.publish(); })) {
-        die("a cell has two loads, or publishes one that is under way");
+        die("a cell has two loads, or publishes a running one");
     }
     read_parts(*cell.load());
     if (cell.check(false).empty()) {
-        die("a load that has arrived is left where it is");
+        die("a load that has arrived is not handled");
     }
     cell.publish();
     if (cell.load() || cell.tier() != 1 || cell.slot() != 6 || !cell.satisfied() || cell.lacks() || !cell.check(false).empty()) {
-        die("what is published is not resident");
+        die("a published load is not resident");
     }
     auto better = moe_edge_load::into_slot(0, moe_edge_purpose::DEMAND, 0, 3);
     better.reads_parts(PARTS);
     read_parts(better);
-    cell.begin(better);  // it waits for the op that reads the other version
+    cell.begin(better);  // waits for the op that reads the other version
     if (!cell.check(false).empty() || !refuses([&] { cell.publish(); })) {
         die("two versions of a cell are resident");
     }
@@ -294,7 +297,7 @@ void run_cell() {
     cell.forget_request();
     cell.foresee(4);
     if (cell.tier() != 0 || cell.waiting() || !cell.foreseen_since(4) || cell.foreseen_since(5) || cell.foreseen_since(MOE_EDGE_NO_LIST)) {
-        die("a promotion leaves something behind");
+        die("a promotion leaves a request");
     }
 }
 

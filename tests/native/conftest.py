@@ -1,5 +1,7 @@
-"""The folder of the patched library, upstream's headers of the same source, and what several tests
-do with a model."""
+"""Fixtures of the native tests, and helpers that several tests use with a model.
+
+The fixtures are the patched library and upstream's headers of the same source.
+"""
 
 import os
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import needs_in
 
 from gguf_tools import synthetic
 from gguf_tools.built import instruction_set
@@ -16,6 +19,7 @@ from gguf_tools.pack import pack
 from orchestrator.config import Config
 from orchestrator.cost import losses
 from orchestrator.native.llama import Bindings
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.runtime import Runtime
 from patches import portable, tree
 from patches.upstream import (
@@ -28,28 +32,30 @@ from patches.upstream import (
 )
 
 HERE = Path(__file__).parent
-# Where slots may be: the host's memory, or a device whose copies take up to 100 us and poison
-# where they go before.
+# Memory of the slots: the host's, or that of a test device. The device delays copies by up to 100
+# us and poisons their destinations first.
 DEVICES = (None, "host:100")
-HANG_S = 600  # only what hangs takes so long
+HANG_S = 600  # no correct test waits this long
 LINKED = ("llama", "ggml", "ggml-cpu", "ggml-base")
 
 
 @pytest.fixture(autouse=True)
 def built(library):
-    """Every test here runs what was built, or says that it is not there."""
+    """Skip every test in this folder if the library is not built."""
 
 
 @pytest.fixture(scope="session")
 def library_folder(library):
-    """Folder of libllama.so and its companions, patched."""
+    """Folder of the patched libllama.so and its companions."""
     return Path(Bindings.load().api._lib._name).parent
 
 
 @pytest.fixture(scope="session")
 def library_files(library_folder):
-    """libllama.so and its companions by the names that `make build` gives them. A wheel has others,
-    and the library that computes in the folder of its set."""
+    """Paths of libllama.so and its companions, by the names that `make build` gives them.
+
+    A wheel has other names, and the library that computes is in a folder for its instruction set.
+    """
     own = {new: old for old, new in portable.NAMES.items()}
     paths = [*library_folder.glob("*.so"), *(library_folder / instruction_set()).glob("*.so")]
     return {own.get(path.name.encode(), path.name.encode()).decode(): path for path in paths}
@@ -70,7 +76,7 @@ def llama_source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compile_native(library_files, llama_source, tmp_path_factory):
-    """compile_native(name, sources, flags): a program against the patched library."""
+    """compile_native(name, sources, flags): compile a program with the patched library."""
     folder = tmp_path_factory.mktemp("native")
 
     def compile_here(name, sources, *flags, libraries=LINKED):
@@ -82,7 +88,7 @@ def compile_native(library_files, llama_source, tmp_path_factory):
 
 
 def compile_program(compiler, program, sources, flags, linked, llama_source):
-    """The program, linked with libraries that it finds where they are."""
+    """Compile a program that finds its shared libraries at their current paths."""
     headers = (PATCHES / "native", llama_source / "ggml/include", llama_source / "include")
     command = [
         compiler,
@@ -103,7 +109,7 @@ def compile_program(compiler, program, sources, flags, linked, llama_source):
 
 @pytest.fixture(scope="session")
 def operator_tests(compile_native, llama_source):
-    """Upstream's own tests of operators, compiled in a quarter of the usual time."""
+    """Upstream's own operator tests, compiled without optimisation to save time."""
     sources = [llama_source / "tests/test-backend-ops.cpp"]
     flags = ("-std=c++17", "-w", "-O0", "-g0", f"-I{llama_source / 'src'}")
     return compile_native("test-backend-ops", sources, *flags)
@@ -111,13 +117,13 @@ def operator_tests(compile_native, llama_source):
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Whose memory the slots are in: the host's, or a device's with late copies."""
+    """The memory of the slots: None for the host's, or a test device with late copies."""
     return request.param
 
 
 @pytest.fixture
 def one(tiny_model):
-    """A model of random weights in one tier."""
+    """A model with random weights in one tier."""
     return tiny_model("qwen3moe", "q4_k")
 
 
@@ -133,7 +139,7 @@ def three(tiny_model):
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory):
-    """packed(*tiers): one and the same random model in these tiers, out of its f16 weights."""
+    """packed(*tiers): the same random model in these tiers, packed from its f16 weights."""
     folder = tmp_path_factory.mktemp("packed")
     source = synthetic.write(folder / "source.gguf", "tiny-qwen3moe", tiers=("f16",))
 
@@ -147,12 +153,15 @@ def packed(tmp_path_factory):
 
 
 def drawn(n, seed=0):
-    """Tokens of no text."""
+    """Return n random tokens."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, 250, n)]
 
 
 def build(model, share=0, **options):
-    """share: of the experts in the best tier, what there are slots for; 0: nothing is said."""
+    """Build a configuration.
+
+    share: slots for this fraction of the experts in the best tier. 0: default budget.
+    """
     if share:
         with ExpertModel.open(model) as file:
             options["expert_ram"] = int(share * file.tier_bytes[0])
@@ -160,13 +169,17 @@ def build(model, share=0, **options):
 
 
 def opened(model, share=0, **options):
-    return Runtime.open(build(model, share, **options))
+    needs = needs_in(options)
+    return Runtime.open(PlanRequest(build(model, share, **options), needs))
 
 
 def save_losses(path, model, lost, power=1.0, gates=None, fit=None, **ranges):
-    """A loss table: what a use of an expert loses in each of the best tiers, [..., n_tiers], and
-    skipped. fit: the factor of each layer, and what it was fitted with. ranges: spread and routing
-    of Fit."""
+    """Write a loss table for a model.
+
+    lost: loss of one use of an expert in each of the best tiers, shape [..., n_tiers]. power: loss
+    of a skipped expert. fit: the factor of each layer, and the number of tokens of the fit. ranges:
+    spread and routing of `Fit`.
+    """
     with ExpertModel.open(model) as file:
         size = file.n_layers, file.n_expert
         tiers = file.tiers[: np.shape(lost)[-1]]
@@ -183,10 +196,10 @@ def save_losses(path, model, lost, power=1.0, gates=None, fit=None, **ranges):
 
 
 def until(is_so, meanwhile=None):
-    """Waits for it, and fails where it hangs. meanwhile: what is done again and again."""
+    """Wait until is_so() is true. Fail after HANG_S seconds. meanwhile: called repeatedly."""
     end = time.monotonic() + HANG_S
     while not is_so():
-        assert time.monotonic() < end, "it never comes"
+        assert time.monotonic() < end, "timed out"
         if meanwhile is None:
             time.sleep(0.001)
         else:
@@ -194,7 +207,7 @@ def until(is_so, meanwhile=None):
 
 
 def greedy(e, prompt, n_decode):
-    """Logits [1 + n_decode, n_vocab] behind a prompt and behind each of its likeliest tokens."""
+    """Logits [1 + n_decode, n_vocab] after a prompt and after each greedily chosen token."""
     rows = [e.eval(prompt, 0)[-1]]
     for i in range(n_decode):
         rows.append(e.eval([int(rows[-1].argmax())], len(prompt) + i)[-1])
@@ -202,8 +215,11 @@ def greedy(e, prompt, n_decode):
 
 
 def run_program(program, *arguments, by=(), timeout_s=1200):
-    """Its standard output. by: what runs it. A failure shows what it said; the timeout is for one
-    that hangs."""
+    """Run a program and return its standard output. A failure shows its output.
+
+    by: a command that runs the program, such as an emulator. The timeout only ends a hanging
+    program.
+    """
     command = ["timeout", "--signal=KILL", str(timeout_s), *by, str(program), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"

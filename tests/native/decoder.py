@@ -1,4 +1,4 @@
-"""A context of its own beside a runtime's, as another front end of llama.cpp would have it."""
+"""A second context on a runtime's model, as another front end of llama.cpp would create it."""
 
 import ctypes
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from orchestrator.native.llama import Bindings
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a batch; wanted: whether it gets logits."""
+    """One token of a batch. wanted: compute its logits."""
 
     id: int
     pos: int
@@ -19,13 +19,13 @@ class Token:
 
 
 def prompt(tokens, pos=0, sequence=0):
-    """Tokens of one sequence, of which the last one gets logits."""
+    """Tokens of one sequence. Only the last one gets logits."""
     last = len(tokens) - 1
     return [Token(each, pos + i, sequence, i == last) for i, each in enumerate(tokens)]
 
 
 class Decoder:
-    """Free it with close, before the model."""
+    """A context that decodes batches. Call `close` before the model is freed."""
 
     def __init__(self, model, n_ubatch=8, n_batch=64):
         api = self.api = Bindings.load().api
@@ -42,7 +42,7 @@ class Decoder:
         self._batch = api.llama_batch_init(n_batch, 0, 1)
 
     def decode(self, tokens):
-        """llama_decode's status."""
+        """Return the status of llama_decode."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -51,19 +51,19 @@ class Decoder:
         return int(self.api.llama_decode(self.handle, batch))
 
     def logits(self, i=-1):
-        """Of the token at this place of the batch; a copy."""
+        """Return a copy of the logits of batch token i."""
         pointer = self.api.llama_get_logits_ith(self.handle, i)
         return np.ctypeslib.as_array(pointer, (self.n_vocab,)).copy()
 
     def last_pos(self, sequence=0):
-        """The position of the last token that the memory holds of a sequence, -1 for none."""
+        """Return the position of a sequence's last token in the KV cache, or -1 if it is empty."""
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence))
 
     def forget(self):
         self.api.llama_memory_clear(self.memory, True)
 
     def stop_when(self, callback):
-        """The context's own abort callback, of api.ggml_abort_callback."""
+        """Set the context's abort callback, an api.ggml_abort_callback."""
         self.api.llama_set_abort_callback(self.handle, callback, ctypes.c_void_p(None))
 
     def close(self):

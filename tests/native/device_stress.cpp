@@ -1,10 +1,10 @@
-// A store on a device under an executor that never waits on the host: like kernels on a stream,
-// what it computes runs later, in the order of the device alone. Copies are late, overtake each
-// other, and poison where they go; every row must be made of the bytes on disk all the same.
+// A store on a device with an executor that never waits on the host. Like kernels on a stream, its
+// computations run later, ordered only by the device. Copies are late, overtake each other, and
+// poison their destinations first. Every row must still be computed from the bytes on disk.
 //
 //   device_stress DIR STEPS SEED
 //
-// Prints a line for each part; exit status 1 and a sentence on the first violation.
+// Prints a line for each part. At the first violation it prints a message and exits with 1.
 
 #include "moe-edge-host-device.h"
 #include "moe-edge-store.h"
@@ -25,17 +25,18 @@
 
 namespace {
 
-// Reads that begin between these offsets stay under way.
+// Reads that begin between these offsets do not end.
 std::atomic<off_t> held_first { 0 }, held_last { 0 };
 std::atomic<int>   n_held { 0 };
 
-// Memory that takes no direct reads, if any.
+// Memory that refuses direct reads, or null.
 const char * undirected = nullptr;
 uint64_t undirected_bytes = 0;
 
 }  // namespace
 
-// The store's reads come by here, since a program's own functions go before those of libraries.
+// Replaces pread for the store, because a program's own functions take precedence over those of
+// libraries.
 extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
     for (bool first = true; at >= held_first && at < held_last; first = false) {
         n_held += first;
@@ -52,9 +53,9 @@ extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
 namespace {
 
 constexpr int32_t  LAYERS = 3, EXPERTS = 8, USED = 3, TIERS = 2;
-constexpr uint64_t BYTES[TIERS] = { 14400, 8400 };  // whole blocks, as slices of a model are
-constexpr int32_t  TYPES[TIERS] = { 12, 10 };       // Q4_K, Q2_K by number: nothing is computed
-const int32_t      KINDS[] = { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN };  // in the graph's order
+constexpr uint64_t BYTES[TIERS] = { 14400, 8400 };  // whole blocks, like slices of a model
+constexpr int32_t  TYPES[TIERS] = { 12, 10 };  // Q4_K and Q2_K as numbers only, because nothing is computed
+const int32_t      KINDS[] = { MOE_EDGE_GATE, MOE_EDGE_UP, MOE_EDGE_DOWN };  // in the order of the graph
 
 uint64_t slice_seed(int32_t layer, int32_t kind, int32_t tier, int32_t expert) {
     return ((((uint64_t) layer * 4 + kind) * 4 + tier) * 64 + expert) * 1000003;
@@ -65,7 +66,7 @@ unsigned char byte_at(uint64_t seed, uint64_t i) {
     return (x >> 7) ^ (x >> 23) ^ x;
 }
 
-// What a row would be: every byte of the weights goes into it.
+// A stand-in for a row: every byte of the weights affects it.
 uint64_t row_of(const unsigned char * weights, uint64_t bytes) {
     uint64_t row = 0;
     for (uint64_t i = 0; i < bytes; i++) {
@@ -86,7 +87,7 @@ struct expert_file {
             die("cannot write " + path);
         }
         std::vector<unsigned char> bytes(100);
-        fwrite(bytes.data(), 1, bytes.size(), f);  // slices do not start on a block
+        fwrite(bytes.data(), 1, bytes.size(), f);  // slices do not start at a block
         for (int32_t l = 0; l < LAYERS; l++) {
             layers[l].il = l;
             for (const int32_t k : KINDS) {
@@ -107,7 +108,7 @@ struct expert_file {
         fclose(f);
     }
 
-    // The same one, while this one lives, of whose upper or lower tier the host computes nothing.
+    // Returns a copy for which the host cannot compute one tier. Valid while this object exists.
     expert_file without_compute(int32_t tier) const {
         expert_file out = *this;
         for (auto & layer : out.layers) {
@@ -119,7 +120,7 @@ struct expert_file {
     }
 };
 
-// Keeps tables of its own, as an executor does that runs without asking the store.
+// Keeps its own tables, like an executor that runs without calling the store.
 struct table_device : moe_edge_host_device {
     using moe_edge_host_device::moe_edge_host_device;
 
@@ -128,12 +129,12 @@ struct table_device : moe_edge_host_device {
     uint64_t uploads = 0;
     bool     fixed   = false;
     uint32_t uncounted = 0;
-    moe_edge_ticket last = 0;  // of what was submitted
-    moe_edge_ticket held = 0;  // copies into slots that nothing was read from come behind it
-    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead;  // copies that nobody waits for, under way
-    std::map<const void *, moe_edge_ticket> behind;  // by where a copy went: what the last one to there waits for
-    uint64_t most_ahead = 0;   // bytes of them at once
-    std::atomic<int32_t> n_ahead { 0 };  // and how many there were in all
+    moe_edge_ticket last = 0;  // of the submitted work
+    moe_edge_ticket held = 0;  // copies into slots without a reader wait for this
+    std::deque<std::pair<moe_edge_ticket, uint64_t>> ahead;  // running prefetch copies
+    std::map<const void *, moe_edge_ticket> behind;  // by destination: the ticket that the last copy waited for
+    uint64_t most_ahead = 0;  // maximum bytes of running prefetch copies
+    std::atomic<int32_t> n_ahead { 0 };  // total number of prefetch copies
 
     // Called with the store's lock held.
     moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) override {
@@ -170,7 +171,7 @@ struct table_device : moe_edge_host_device {
 
     bool counts_routing() const override { return true; }
 
-    // Every step of fixed tables routes one token to expert 1.
+    // Every step with static tables routes one token to expert 1.
     bool counts(moe_edge_matrix * const * matrices, int32_t n, uint32_t * out) override {
         for (int32_t i = 0; i < n; i++) {
             out[(size_t) matrices[i]->layer * EXPERTS + 1] += uncounted;
@@ -219,7 +220,7 @@ moe_edge_store * open_store(const expert_file & file, moe_edge_device & device, 
     }
     config.host_bytes = moe_edge_host_least_bytes(&config) - 1;
     if (moe_edge_store_create(&config, err, sizeof(err)) || !strstr(err, std::to_string(config.host_bytes + 1).c_str())) {
-        die("a host tier that is too small was not refused with the size that works");
+        die("a host cache that is too small was not refused with the smallest size");
     }
     return store;
 }
@@ -242,18 +243,18 @@ moe_edge_ticket compute(moe_edge_host_device & device, const expert_file & file,
     const uint64_t expected = file.rows[m.layer][m.kind][tier][r.expert];
     const auto * weights = static_cast<const unsigned char *>(r.data);
     if (r.place >= MOE_EDGE_MISS_AUTO) {
-        die("an expert is to be used nowhere");
+        die("an expert has no place");
     }
     if (r.place == MOE_EDGE_MISS_COMPUTE && file.layers[m.layer].slices[m.kind][tier].compute_us <= 0.0) {
-        die("the host is to compute what it cannot");
+        die("the host must compute an unsupported type");
     }
-    if (r.place == MOE_EDGE_MISS_COMPUTE) {  // by the host, which is done when it gives the expert back
+    if (r.place == MOE_EDGE_MISS_COMPUTE) {  // the host has computed it when it releases the expert
         count.rows++;
         count.wrong += row_of(weights, BYTES[tier]) != expected;
         return 0;
     }
     if (r.place == MOE_EDGE_MISS_COPY && (static_cast<const char *>(r.data) - m.base[tier]) % (tier == 0 ? 144 : 84) != 0) {
-        die("an expert does not lie on a whole block of its pool");
+        die("an expert is not at a block boundary of its pool");
     }
     return device.submit([&count, weights, tier, expected] {
         count.rows++;
@@ -261,7 +262,8 @@ moe_edge_ticket compute(moe_edge_host_device & device, const expert_file & file,
     }, { r.ticket });
 }
 
-// One op as a kernel executor runs it: waves, no wait on the host. False when the step was cut off.
+// Runs one op like a kernel executor: in waves, without a wait on the host. Returns false if the
+// step was aborted.
 bool run_op(moe_edge_store * store, table_device & device, const expert_file & file, int32_t layer, int32_t kind,
             const std::vector<int32_t> & ids, counters & count) {
     auto & m = store->matrices[layer][kind];
@@ -283,7 +285,8 @@ bool run_op(moe_edge_store * store, table_device & device, const expert_file & f
     return true;
 }
 
-// Whatever is resident starts to its other tier, as far as slots are free there: how many did.
+// Starts a transition of every resident expert to its other tier, if it has free slots. Returns
+// their number.
 int32_t exchange_resident(moe_edge_store * store) {
     std::vector<uint8_t> resident(LAYERS * EXPERTS), target(LAYERS * EXPERTS);
     moe_edge_get_states(store, resident.data(), target.data());
@@ -295,9 +298,8 @@ int32_t exchange_resident(moe_edge_store * store) {
     return n;
 }
 
-// Random steps over slots too few for them: swaps by requests, by prefetches and by transitions,
-// skips, and steps that are cut off.
-// near: the lower tier has its slots in the host's memory.
+// Random steps with too few slots: swaps by requests, prefetches and transitions, skips, and
+// aborted steps. near: the lower tier's slots are in host memory.
 void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t slots_hi, int32_t slots_lo, uint64_t host_more,
                int32_t misses, bool near = false) {
     table_device device(150);
@@ -308,7 +310,8 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     for (int32_t step = 0; step < steps; step++) {
         moe_edge_begin_step(store, random() % 4 == 0 ? MOE_EDGE_PREFILL : MOE_EDGE_DECODE);
         const int32_t layer = random() % LAYERS;
-        // In some stretches nobody asks for the lower tier: its slots get free, and transitions find room.
+        // In some periods the lower tier is not requested, so its slots become free for
+        // transitions.
         const bool upper_only = step / 32 % 4 == 3;
         std::vector<int32_t> ids;
         std::vector<uint8_t> tiers, passing;
@@ -321,7 +324,7 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
                 skipped += tiers.back() == MOE_EDGE_SKIP;
             }
         }
-        // for prefetches more than slots, in part for what is about to be asked for
+        // More prefetches than slots, partly for experts that are about to be requested.
         moe_edge_prefetch_item items[6];
         for (auto & item : items) {
             const bool here = !ids.empty() && random() % 2 == 0;
@@ -363,14 +366,14 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     }
     const uint64_t host_hits = s.host_hits[0] + s.host_hits[1];
     const struct { const char * what; bool came; } situations[] = {
-        { "a row", count.rows > 0 }, { "a skip", skipped > 0 }, { "a step cut off", cut > 0 },
-        { "a transition", transitions > 0 }, { "an expert from the host tier", host_hits > 0 },
+        { "a row", count.rows > 0 }, { "a skip", skipped > 0 }, { "an aborted step", cut > 0 },
+        { "a transition", transitions > 0 }, { "an expert from the host cache", host_hits > 0 },
         { "an eviction", s.evictions > 0 }, { "a promotion", s.promotions > 0 }, { "a prefetch that is used", s.prefetch_used > 0 },
-        { "a prefetch taken back", s.prefetch_cancelled > 0 }, { "a prefetch in vain", s.prefetch_wasted > 0 },
+        { "a cancelled prefetch", s.prefetch_cancelled > 0 }, { "a wasted prefetch", s.prefetch_wasted > 0 },
     };
     for (const auto & situation : situations) {
         if (!situation.came) {
-            die(std::string(situation.what) + " did not come up");
+            die(std::string(situation.what) + " did not occur");
         }
     }
     if (s.waits[0][MOE_EDGE_WAIT_COPY] + s.waits[1][MOE_EDGE_WAIT_COPY] != 0) {
@@ -383,10 +386,10 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
     const bool some  = host_computed > 0 && s.host_computed_bytes[0] + s.host_computed_bytes[1] > host_computed;
     const bool right = misses == MOE_EDGE_MISS_COPY && !near ? host_computed == 0 : some;
     if (near && (s.copy_bytes[0] + s.copy_bytes[1]) % BYTES[0] != 0) {
-        die("something of the lower tier was copied to the device");
+        die("bytes of the lower tier were copied to the device");
     }
     if (!right || s.misses != misses || s.copy_bytes[0] + s.copy_bytes[1] == 0) {
-        die("misses were not served as asked for");
+        die("misses were not served as requested");
     }
     moe_edge_store_free(store);
     printf("steps: %d, %lld rows, none wrong, %llu by the host, %lld skipped, %lld cut off, %llu host hits, %llu evictions, %llu transitions\n",
@@ -394,15 +397,15 @@ void run_steps(const expert_file & file, int32_t steps, unsigned seed, int32_t s
         (unsigned long long) s.evictions, (unsigned long long) (s.experts_promoted + s.experts_demoted));
 }
 
-// Everything resident, nobody decides during a step: ops run from tables of their own, without a
-// word to the store, while versions change in the background.
+// All experts are resident and no policy decides, so ops use the device's own tables without
+// calling the store, while tiers change in the background.
 void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     table_device device(100);
     moe_edge_store * store = open_store(file, device, 5, LAYERS * EXPERTS + 2, 1 << 20);
     moe_edge_set_callback(store, nullptr, nullptr, 1, 0);
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     if (device.fixed) {
-        die("tables of nothing count as fixed");
+        die("empty tables count as static");
     }
     std::vector<moe_edge_prefetch_item> all;
     for (int16_t l = 0; l < LAYERS; l++) {
@@ -418,8 +421,8 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     moe_edge_stats s;
     const auto missing = [&]() -> const char * {
         moe_edge_get_stats(store, &s);
-        return s.experts_promoted == 0 ? "an expert that was promoted" : s.experts_demoted == 0 ? "an expert that was demoted"
-            : device.uploads <= (uint64_t) LAYERS * 3 ? "a table that was brought up to date" : nullptr;
+        return s.experts_promoted == 0 ? "a promotion" : s.experts_demoted == 0 ? "a demotion"
+            : device.uploads <= (uint64_t) LAYERS * 3 ? "an uploaded table" : nullptr;
     };
     patience more;
     const int32_t least = steps;
@@ -430,7 +433,7 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         const auto & any = store->matrices[0][MOE_EDGE_UP];
         if (!device.fixed || !any.ops->fixed(const_cast<moe_edge_matrix *>(&any))) {
-            die("every expert is there, and the tables are not fixed");
+            die("all experts are resident, but the tables are not static");
         }
         moe_edge_prefetch_item items[4];
         for (auto & item : items) {
@@ -438,7 +441,7 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
             item.tier = random() % TIERS;
         }
         moe_edge_transition(store, items, 4);
-        moe_edge_prefetch(store, items, 4);  // there is nothing to read ahead
+        moe_edge_prefetch(store, items, 4);  // there is nothing to prefetch
         for (int32_t l = 0; l < LAYERS; l++) {
             for (const int32_t k : KINDS) {
                 const auto & m = store->matrices[l][k];
@@ -453,10 +456,10 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     device.wait(device.last);
     moe_edge_get_stats(store, &s);
     if (count.wrong != 0) {
-        die(std::to_string(count.wrong) + " wrong rows from fixed tables");
+        die(std::to_string(count.wrong) + " wrong rows from static tables");
     }
     if (s.evictions != 0 || s.requests[1] != (uint64_t) LAYERS * 3 * steps) {
-        die("steps under fixed tables are not counted as they were");
+        die("steps with static tables are not counted correctly");
     }
     std::vector<uint32_t> counts(LAYERS * EXPERTS);
     moe_edge_take_counts(store, counts.data());
@@ -468,14 +471,14 @@ void run_fixed(const expert_file & file, int32_t steps, unsigned seed) {
     moe_edge_apply(store, 0, &id, &high, nullptr, 1);
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     if (device.fixed) {
-        die("a front end decides, and the tables count as fixed");
+        die("a front end decides, but the tables count as static");
     }
     moe_edge_store_free(store);
-    printf("fixed: %d steps, %llu tables brought up to date, %llu promoted, %llu demoted\n", steps, (unsigned long long) device.uploads,
+    printf("fixed: %d steps, %llu tables uploaded, %llu promoted, %llu demoted\n", steps, (unsigned long long) device.uploads,
         (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
 }
 
-// A transition is complete when its copies have passed, not when they are enqueued: until then
+// A transition is complete when its copies have completed, not when they are enqueued. Until then,
 // step boundaries neither publish it nor wait for it.
 void run_held(const expert_file & file) {
     table_device device(0);
@@ -501,7 +504,7 @@ void run_held(const expert_file & file) {
         die("held copies: the transition was not admitted");
     }
     moe_edge_stats s = {};
-    while (s.copy_bytes[1] < BYTES[0]) {  // one copy that nobody waits for is in flight at a time
+    while (s.copy_bytes[1] < BYTES[0]) {  // only one background copy runs at a time
         std::this_thread::yield();
         moe_edge_get_stats(store, &s);
     }
@@ -514,7 +517,7 @@ void run_held(const expert_file & file) {
     };
     const auto promoting = std::make_pair(1, 0), high = std::make_pair(0, 0);
     if (state() != promoting || !device.fixed) {
-        die("held copies: a version was published before its bytes were there");
+        die("held copies: a version was published before its bytes had arrived");
     }
     go = true;
     for (int i = 0; state() != high; i++) {
@@ -524,10 +527,10 @@ void run_held(const expert_file & file) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     moe_edge_store_free(store);
-    printf("held copies: published when they had passed\n");
+    printf("held copies: published when they had completed\n");
 }
 
-// What the hook saw is there for each op of its layer once, and for no other.
+// Each op of a layer gets the ids that the hook saw, once. Ops of other layers get none.
 void run_routed(const expert_file & file) {
     table_device device(50);
     moe_edge_store * store = open_store(file, device, 4, 4, 0);
@@ -551,7 +554,7 @@ void run_routed(const expert_file & file) {
     for (const int32_t k : KINDS) {
         const bool before = routed(1, k) == seen && routed(0, k).empty();
         if (!before || !run_op(store, device, file, 1, k, seen, count) || !routed(1, k).empty()) {
-            die("what the hook saw is not what the op of its layer is told");
+            die("an op does not get the ids that its layer's hook saw");
         }
     }
     device.wait(device.last);
@@ -559,11 +562,11 @@ void run_routed(const expert_file & file) {
         die("routed experts were not computed");
     }
     moe_edge_store_free(store);
-    printf("routed: told once\n");
+    printf("routed: reported once\n");
 }
 
-// Which experts of a layer are copied and which are used in place, when nothing is there yet. hosted_s: what the host's
-// threads took for some before.
+// Returns which experts of an empty layer are copied and which are used in place. hosted_s: time
+// that earlier host computations took.
 std::vector<int32_t> places_of(const expert_file & file, int32_t misses, int32_t n_tokens, double round_trip_us, double copy_bytes_per_s,
                                double hosted_s) {
     table_device device(0);
@@ -595,7 +598,7 @@ std::vector<int32_t> places_of(const expert_file & file, int32_t misses, int32_t
             for (int32_t i = 0; i < n; i++) {
                 auto & place = places[ready[i].expert];
                 if (place >= 0 && place != ready[i].place) {
-                    die("an expert is used in two places");
+                    die("an expert is both copied and used in place");
                 }
                 place = ready[i].place;
             }
@@ -617,26 +620,26 @@ void run_places(const expert_file & file) {
     };
     const bool fixed = of(MOE_EDGE_MISS_COPY, 2) == places({ COPY, COPY, COPY, COPY, COPY, COPY, -1, -1 }) &&
         of(MOE_EDGE_MISS_COMPUTE, 1) == places({ COMPUTE, COMPUTE, COMPUTE, -1, -1, -1, -1, -1 });
-    // an expert takes the link 2.16 us, the host 1.54 us
+    // an expert takes 2.16 us on the link and 1.54 us on the host
     const bool shared = of(MOE_EDGE_MISS_AUTO, 2) == places({ COMPUTE, COPY, COMPUTE, COPY, COMPUTE, COMPUTE, -1, -1 });
     // twice 3 us until the host begins
     const bool late  = of(MOE_EDGE_MISS_AUTO, 2, 3) == places({ COPY, COPY, COPY, COMPUTE, COPY, COMPUTE, -1, -1 });
     const bool never = of(MOE_EDGE_MISS_AUTO, 2, 1000) == of(MOE_EDGE_MISS_COPY, 2);
-    // the host takes many times as long as was measured
+    // the host takes much longer than measured
     const bool learned = of(MOE_EDGE_MISS_AUTO, 2, 0, 20e9, 1.0) == of(MOE_EDGE_MISS_COPY, 2);
     const bool unknown = of(MOE_EDGE_MISS_AUTO, 1, 0, 0) == of(MOE_EDGE_MISS_COPY, 1);
-    // more tokens than are worth it
+    // more tokens than the host computes
     std::vector<int32_t> all(EXPERTS, -1);
     std::fill_n(all.begin(), 6, COPY);
     const bool many = of(MOE_EDGE_MISS_COMPUTE, 8) != all && of(MOE_EDGE_MISS_COMPUTE, 9) == all;
     if (!fixed || !shared || !late || !never || !learned || !unknown || !many) {
-        die("misses are shared otherwise than by their speeds");
+        die("misses are not divided by the speeds");
     }
     printf("places: by speed\n");
 }
 
-// A step that was cut off leaves a load in place under way. What the next step reads from the same expert's slot is
-// remembered for the slot: a copy to there comes behind it.
+// An aborted step leaves a load in place running. If the next step reads the same expert's slot, a
+// later copy into that slot must wait for this reader.
 void run_reader_beside_load(const expert_file & file) {
     table_device device(0);
     moe_edge_store * store = open_store(file, device, 1, 1, 1 << 20, MOE_EDGE_MISS_COMPUTE);
@@ -651,7 +654,7 @@ void run_reader_beside_load(const expert_file & file) {
 
     const auto & s = file.layers[0].slices[MOE_EDGE_GATE][high];
     held_first = s.offset;
-    held_last  = s.offset + 1;  // the first part: another thread goes on with the rest, and with what is read behind it
+    held_last  = s.offset + 1;  // the first part only: another thread continues with the rest and with later reads
     moe_edge_begin_step(store, MOE_EDGE_DECODE);
     moe_edge_apply(store, 0, id.data(), &high, nullptr, 1);
     while (n_held == 0) {
@@ -659,7 +662,7 @@ void run_reader_beside_load(const expert_file & file) {
     }
     moe_edge_cancel(store, 1);
     if (run_op(store, device, file, 0, MOE_EDGE_GATE, id, count)) {
-        die("a step that was cut off went on");
+        die("an aborted step continued");
     }
     moe_edge_cancel(store, 0);
 
@@ -689,12 +692,12 @@ void run_reader_beside_load(const expert_file & file) {
     check(store);
     moe_edge_store_free(store);
     if (waits_for != reader || count.rows != 3 || count.wrong != 0) {
-        die("a copy to a slot does not wait for what was read from it beside a load in place");
+        die("a copy into a slot does not wait for its reader during a load in place");
     }
-    printf("beside a load in place: remembered for the slot\n");
+    printf("reader during a load in place: remembered for the slot\n");
 }
 
-// A device whose host memory takes no direct reads: files are read as others are.
+// A device whose host memory refuses direct reads: files are then read through the page cache.
 void run_undirected(const expert_file & file) {
     struct pinning_device : table_device {
         using table_device::table_device;
@@ -735,12 +738,12 @@ void run_undirected(const expert_file & file) {
         }
     }
     if (direct[true]) {
-        die("reads go directly into memory that does not take them");
+        die("direct reads into memory that refuses them");
     }
     printf("direct reads: %s, then refused by the host's memory\n", direct[false] ? "taken" : "none here");
 }
 
-// One prefetch copy is in flight at a time, be its slice read for it or found in the host tier.
+// Only one prefetch copy runs at a time, whether its slice was read or found in the host cache.
 void run_bounded(const expert_file & file) {
     table_device device(300);
     moe_edge_store * store = open_store(file, device, 2, 2, 2 << 20, MOE_EDGE_MISS_COPY);
@@ -748,7 +751,7 @@ void run_bounded(const expert_file & file) {
     patience more;
     for (int32_t round = 0; round < 40 || device.n_ahead < 40 || s.host_hits[MOE_EDGE_DECODE] == 0; round++) {
         if (round >= 40) {
-            more.wait(device.n_ahead < 40 ? "forty copies ahead" : "a slice that the host tier had");
+            more.wait(device.n_ahead < 40 ? "forty prefetch copies" : "a slice from the host cache");
         }
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         std::vector<moe_edge_prefetch_item> items;
@@ -763,12 +766,12 @@ void run_bounded(const expert_file & file) {
     moe_edge_store_free(store);
     const uint64_t bound = BYTES[0];
     if (device.most_ahead > bound) {
-        die("copies ahead: " + std::to_string(device.most_ahead) + " bytes at once, " + std::to_string(device.n_ahead.load()) + " in all");
+        die("prefetch copies: " + std::to_string(device.most_ahead) + " bytes at once, " + std::to_string(device.n_ahead.load()) + " in all");
     }
     printf("ahead: %llu bytes of %llu\n", (unsigned long long) device.most_ahead, (unsigned long long) bound);
 }
 
-// A device that is lost while a step runs: one sentence, no hang, and the store can be freed.
+// A device is lost during a step: one message, no hang, and the store can be freed.
 void run_lost(const expert_file & file, int32_t misses) {
     table_device device(200);
     moe_edge_store * store = open_store(file, device, 2, 2, 0, misses);
@@ -780,7 +783,7 @@ void run_lost(const expert_file & file, int32_t misses) {
     patience more;
     for (int i = 0;; i++) {
         if (i >= 1000) {
-            more.wait("a step that meets the lost device");
+            more.wait("a step that detects the lost device");
         }
         moe_edge_apply(store, i % LAYERS, ids.data(), nullptr, nullptr, ids.size());
         if (!run_op(store, device, file, i % LAYERS, MOE_EDGE_UP, ids, count)) {
@@ -806,7 +809,7 @@ int main(int argc, char ** argv) {
     if (argc != 4) {
         die("usage: device_stress DIR STEPS SEED");
     }
-    setvbuf(stdout, nullptr, _IOLBF, 0);  // what hangs later has said how far it came
+    setvbuf(stdout, nullptr, _IOLBF, 0);  // if a later part hangs, the output shows the completed parts
     const expert_file file(argv[1]);
     const int32_t  steps = atoi(argv[2]);
     const unsigned seed  = atoi(argv[3]);

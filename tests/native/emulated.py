@@ -1,4 +1,4 @@
-"""Programs of these tests on a processor that an emulator stands for."""
+"""Run test programs on an emulated processor."""
 
 import shutil
 
@@ -7,8 +7,8 @@ import pytest
 from .conftest import HERE, LINKED, compile_program, run_program
 from .test_executor import STORE
 
-# Of each what it consists of besides, what it is linked with, its arguments behind a folder, and
-# what it says where all is well.
+# For each program: further sources, linked libraries, arguments after the folder, and its output on
+# success.
 PROGRAMS = {
     "executor_test": ([], LINKED, (), "180 cases"),
     "store_stress": (STORE, ("ggml-cpu", "ggml-base"), (0.5, 7), "store recovered"),
@@ -16,14 +16,14 @@ PROGRAMS = {
 
 
 def emulator(name, *options):
-    """Its command, or the test is skipped."""
+    """Return the emulator's command. Skip the test if it is not installed."""
     if shutil.which(name) is None:
         pytest.skip(f"{name} is missing: `sudo apt install qemu-user`")
     return (name, *options)
 
 
 def check(name, by, compiler, flags, library, llama_source, folder):
-    """Compiles one of the programs and runs it. library(name): where ggml-cpu, say, is."""
+    """Compile and run one of the programs. library(name): path of a library such as ggml-cpu."""
     more, libraries, arguments, said = PROGRAMS[name]
     sources, linked = [HERE / f"{name}.cpp", *more], [library(each) for each in libraries]
     flags = ("-std=c++17", "-DMOE_EDGE_PART_BYTES=4096", *flags)

@@ -1,10 +1,12 @@
-// GGML_OP_MUL_MAT_ID over managed experts, against two references:
-//   one tier:    upstream's own op on a plain tensor of the same bytes, bit for bit
-//   mixed tiers: a plain dot product of the dequantized weights of each expert's tier,
-//                within the error of the activations' 8-bit form; skipped experts give 0
-//   own layout:  slots hold what the CPU's repacked kernels read: upstream's op on repacked weights bit
-//                for bit, but within that error for Q4_K with many tokens
-// over types, batch sizes, thread counts and slot counts small enough to force waves.
+// GGML_OP_MUL_MAT_ID with managed experts, compared with references:
+//
+//   one tier:    upstream's op on a plain tensor of the same bytes, bit for bit
+//   mixed tiers: a plain dot product with the dequantized weights of each expert's tier,
+//                within the error of 8-bit activations; skipped experts give 0
+//   own layout:  slots in the layout of the CPU's repacked kernels: upstream's op on repacked weights, bit
+//                for bit, or within that error for Q4_K with many tokens
+//
+// Cases cover types, batch sizes, numbers of threads, and slots so few that waves are needed.
 //
 //   executor_test DIR
 
@@ -35,7 +37,7 @@ int64_t N_OUT = 192;
 }
 
 struct weights {
-    std::vector<ggml_type> types;                 // by tier
+    std::vector<ggml_type> types;  // by tier
     std::vector<std::vector<uint8_t>> bytes;      // by tier, all experts
     std::vector<std::vector<float>> dequantized;  // by tier
     std::string path;
@@ -116,7 +118,7 @@ struct batch {
     }
 };
 
-// Where upstream puts weights that it repacks.
+// Returns the buffer type of upstream's repacked weights.
 ggml_backend_buffer_type_t repacked() {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     const auto extra = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(
@@ -129,7 +131,7 @@ ggml_backend_buffer_type_t repacked() {
     die("no CPU_REPACK");
 }
 
-// The op on a backend; store null: a tensor of tier 0's bytes in a buffer of upstream's.
+// Runs the op on a backend. If store is null, a tensor with tier 0's bytes is in upstream's buffer.
 std::vector<float> run(const weights & w, const batch & b, moe_edge_store * store, int threads,
                        ggml_backend_buffer_type_t upstream = ggml_backend_cpu_buffer_type()) {
     ggml_init_params params = { ggml_tensor_overhead() * 8 + ggml_graph_overhead(), nullptr, true };
@@ -206,7 +208,7 @@ void apply(moe_edge_store * store, const batch & b, const uint8_t * tier_of) {
     }
 }
 
-// Checked against upstream's own limit for MUL_MAT_ID.
+// Returns the NMSE. Exits if it exceeds upstream's limit for MUL_MAT_ID.
 double nmse_of(const std::vector<float> & got, const std::vector<float> & want, const batch & b, const uint8_t * tier_of,
                const std::string & where) {
     double error = 0, power = 0;
@@ -231,7 +233,7 @@ void check(moe_edge_store * store) {
     }
 }
 
-// Experts in their tiers, computed with an empty store, which is freed.
+// Computes experts in their tiers with an empty store, and frees the store.
 double nmse_of_mixed(const weights & w, const batch & b, moe_edge_store * mixed, const uint8_t * tier_of, int threads, const std::string & where) {
     apply(mixed, b, tier_of);
     const double nmse = nmse_of(run(w, b, mixed, threads), reference(w, b, tier_of), b, tier_of, where);
@@ -240,8 +242,8 @@ double nmse_of_mixed(const weights & w, const batch & b, moe_edge_store * mixed,
     return nmse;
 }
 
-// Experts in the CPU's own layout, where it has one. Upstream multiplies row by row; from four rows on we take
-// its gemm, whose sums have another order for Q4_K.
+// Experts in the CPU's own layout, if it has one. Upstream multiplies row by row. From four rows on
+// we use its gemm, which sums in another order for Q4_K.
 void test_own_layout(const std::string & dir, std::mt19937 & random) {
     const std::vector<std::vector<ggml_type>> tier_sets = {
         { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0 },
@@ -252,14 +254,14 @@ void test_own_layout(const std::string & dir, std::mt19937 & random) {
     };
     int n = 0, n_own = 0, n_equal = 0;
     double worst = 0;
-    for (const int64_t n_out : { 192, 584, 100 }) {  // 584 rows are two units of work for gemm; 100 are no multiple of 8
+    for (const int64_t n_out : { 192, 584, 100 }) {  // 584 rows are two work units of gemm; 100 is not a multiple of 8
         N_OUT = n_out;
         for (const auto & types : tier_sets) {
             const weights w(dir, types, random);
             const bool own = moe_edge_interleaves(types[0], N_IN, N_OUT);
             n_own += own;
             if (own && n_out % 8 != 0) {
-                die("a layout for rows that are no multiple of 8");
+                die("an own layout although the rows are not a multiple of 8");
             }
             moe_edge_store * store = w.open(2, true);
             for (const int64_t tokens : { 1, 3, 4, 9, 200 }) {
@@ -330,7 +332,7 @@ int main(int argc, char ** argv) {
                         const size_t pick = random() % (types.size() + 1);
                         t = pick == types.size() ? MOE_EDGE_SKIP : pick;
                     }
-                    // a resident better tier would be reused, so start from an empty store
+                    // start with an empty store, because a resident better tier would be reused
                     worst = std::max(worst, nmse_of_mixed(w, b, w.open(slots), tier_of, threads, where));
                     check(store);
                     n++;

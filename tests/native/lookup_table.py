@@ -1,4 +1,4 @@
-"""A model whose graph reads a large table by rows, and the blocks that a prompt needs of it."""
+"""A model whose graph looks up rows of a large table, and the file blocks that a prompt needs."""
 
 import os
 from pathlib import Path
@@ -14,8 +14,10 @@ BLOCK = 4096
 
 
 def widen(tiny, path, n_vocab, n_ctx):
-    """The gemma4 that upstream's test makes, with more tokens, whose rows are drawn anew, and a
-    longer context."""
+    """Copy upstream's gemma4 test model with a larger vocabulary and a longer context.
+
+    The rows of the vocabulary are random.
+    """
     rng = np.random.default_rng(1)
     with GGUFFile.open(tiny) as file, GGUFWriter(path, file.alignment) as writer:
         new = {
@@ -45,7 +47,7 @@ def widen(tiny, path, n_vocab, n_ctx):
 
 
 def forget(path):
-    """The system keeps nothing of the file in memory."""
+    """Drop the file from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -55,7 +57,7 @@ def forget(path):
 
 
 def blocks_of(path, tokens):
-    """How many blocks of the file hold the rows of these tokens."""
+    """Return the number of file blocks that hold the rows of these tokens."""
     with ExpertModel.open(path) as model:
         infos = [table.info for table in model.lookup]
     blocks = set()
@@ -68,6 +70,6 @@ def blocks_of(path, tokens):
 
 
 def read_bytes():
-    """What this process had the disks read."""
+    """Return the bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))

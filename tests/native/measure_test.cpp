@@ -1,7 +1,7 @@
-// moe_edge_measure_product and moe_edge_device_measure on a clock that is played: what products, waking, copies
-// and reads take is known here, and has to come out to the last digit.
+// moe_edge_measure_product and moe_edge_device_measure on a simulated clock. The times of products,
+// wake-ups, copies and reads are known, and must be measured exactly.
 //
-//   measure_test     exit status 1 and a sentence where it does not
+//   measure_test     exits with 1 and a message if a time is wrong
 
 #include "moe-edge-workers.h"
 #include "moe-edge.h"
@@ -29,17 +29,17 @@ namespace {
 
 void expect(const char * what, double found, double wanted) {
     if (!(std::fabs(found - wanted) <= 1e-9 * wanted)) {
-        fprintf(stderr, "measure_test: %s is %.12g, and was %.12g\n", what, found, wanted);
+        fprintf(stderr, "measure_test: %s is %.12g, expected %.12g\n", what, found, wanted);
         exit(1);
     }
 }
 
-// What is played. Microseconds.
+// Simulated times, in microseconds.
 struct played {
-    double row_us = 0.0;         // a row of weights that comes from memory; a tenth where a cache holds it
-    double wake_us = 0.0;        // of threads that slept
-    double spike_us = 0.0;       // of two tries in seven
-    size_t threads_wanted = 0;   // the first row waits for so many to take part
+    double row_us = 0.0;  // per row of weights from memory; a tenth of it from a cache
+    double wake_us = 0.0;  // to wake threads that slept
+    double spike_us = 0.0;  // in two of seven tries
+    size_t threads_wanted = 0;  // the first row waits until this many threads take part
 };
 
 constexpr uint64_t CACHE = 32 << 20;
@@ -64,12 +64,13 @@ void begin(const played & p) {
     threads.clear();
 }
 
-// In the place of a dot product.
+// Replaces the dot product.
 void multiply_row(int n, float * out, size_t, const void * weights, size_t, const void *, size_t, int) {
     std::unique_lock<std::mutex> lock(mutex);
     threads.insert(std::this_thread::get_id());
     came.notify_all();
-    // By the clock of the system, since the steady one is played. In pieces, of which a program that was stopped has few.
+    // Uses the system clock, because the steady clock is simulated. Waits in short periods, because
+    // a stopped program would otherwise use up the time.
     for (int left = 3000; threads.size() < play.threads_wanted; left--) {
         if (left == 0) {
             die("too few threads take part", threads.size());
@@ -88,7 +89,8 @@ void multiply_row(int n, float * out, size_t, const void * weights, size_t, cons
     *out = 0.0f;
 }
 
-// Each copy takes a time of its own once it is waited for, the first of each kind ten times as long.
+// Each copy takes its own time when it is waited for. The first copy of each kind takes ten times
+// as long.
 class played_device : public moe_edge_device {
   public:
     static constexpr double PINNED_US = 1000.0, PAGEABLE_US = 3000.0, FEW_US = 9.0;
@@ -124,7 +126,7 @@ moe_edge_bandwidths measured(played_device & device, uint64_t bytes, int status,
     moe_edge_bandwidths found;
     const int is = moe_edge_device_measure(&device, bytes, n_threads, &found);
     if (is != status) {
-        die("a device is measured with status", is);
+        die("measuring a device returned the status", is);
     }
     return found;
 }
@@ -140,13 +142,13 @@ void products() {
     };
     timed({ 2.0, 150.0, 9000.0, 0 }, 1);
     expect("an expert", each, 2.0 * N_OUT);
-    expect("waking", wake, 150.0);
+    expect("a wake-up", wake, 150.0);
     timed({ 2.0, 0.0, 0.0, 0 }, 1);
-    expect("an expert of threads that need no waking", each, 2.0 * N_OUT);
-    expect("no waking", wake, 0.0);
-    timed({ 0.0, 150.0, 0.0, 0 }, 1);  // all noise: three experts took what one did
+    expect("an expert without wake-ups", each, 2.0 * N_OUT);
+    expect("no wake-up", wake, 0.0);
+    timed({ 0.0, 150.0, 0.0, 0 }, 1);  // only noise: three experts took as long as one
     expect("an expert that costs nothing", each, 150.0 / 3 / 2);
-    expect("waking for nothing", wake, 150.0 - each);
+    expect("a wake-up without work", wake, 150.0 - each);
     timed({ 1.0, 10.0, 0.0, 3 }, 3);
     if (threads.size() != 3) {
         die("more threads than three take part", threads.size());
@@ -161,7 +163,7 @@ void devices() {
     expect("copying pinned memory", found.pinned_bytes_per_s, BYTES / (played_device::PINNED_US * 1e-6));
     expect("copying pageable memory", found.pageable_bytes_per_s, BYTES / (played_device::PAGEABLE_US * 1e-6));
     expect("a round trip", found.round_trip_us, played_device::FEW_US);
-    // weights this small stay in the cache, where a row takes a tenth
+    // weights this small stay in the cache, where a row takes a tenth of the time
     const double n_rows = std::floor((double) BYTES / ggml_row_size(GGML_TYPE_Q4_K, 2048));
     expect("computing on the host", found.compute_bytes_per_s, BYTES / (n_rows * 0.2e-6));
 
@@ -169,9 +171,9 @@ void devices() {
     unpinned.pins = false;
     const moe_edge_bandwidths slow = measured(unpinned, BYTES, 0);
     if (slow.pinned_bytes_per_s != 0.0) {
-        die("memory that is not pinned has a speed", slow.pinned_bytes_per_s);
+        die("pageable memory has a pinned speed", slow.pinned_bytes_per_s);
     }
-    expect("copying where nothing is pinned", slow.pageable_bytes_per_s, BYTES / (played_device::PAGEABLE_US * 1e-6));
+    expect("copying without pinned memory", slow.pageable_bytes_per_s, BYTES / (played_device::PAGEABLE_US * 1e-6));
 
     played_device no_copies, lost;
     no_copies.copies = false;
@@ -192,7 +194,7 @@ std::chrono::steady_clock::time_point std::chrono::steady_clock::now() noexcept 
     return time_point(std::chrono::nanoseconds((int64_t) std::llround(now_us * 1000.0)));
 }
 
-// Threads sleep: the clock goes on, and what wakes them takes time.
+// Replaces the sleep: advances the simulated clock. The next row then includes the wake-up time.
 extern "C" int nanosleep(const timespec * wanted, timespec *) {
     constexpr int TRIES = 7;
     std::lock_guard<std::mutex> lock(mutex);

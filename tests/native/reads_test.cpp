@@ -1,8 +1,8 @@
-// Reads of a file by threads, and in virtual time, for an owner that only keeps a queue.
+// Tests reads of a file by threads and in virtual time, with an owner that only keeps a queue.
 //
 //   reads_test DIR
 //
-// Prints a line for each part; exit status 1 and a sentence on the first violation.
+// Prints a line for each part. At the first violation it prints a message and exits with 1.
 
 #include "moe-edge-crc32.h"
 #include "moe-edge-reads.h"
@@ -16,7 +16,7 @@
 namespace {
 
 constexpr int32_t  EXPERTS = 12;
-constexpr uint64_t BYTES   = 11000;  // three parts of a block, and no whole ones
+constexpr uint64_t BYTES   = 11000;  // three parts, and not a whole number of blocks
 constexpr uint64_t SLOT    = 4 * MOE_EDGE_BLOCK;
 
 unsigned char byte_at(int32_t expert, uint64_t i) { return (expert * 131 + i * 2654435761u) >> 7; }
@@ -41,17 +41,17 @@ std::string write_file(const std::string & dir, uint64_t bytes) {
     return path;
 }
 
-// Every read goes to a slot of its own; the key is the owner's business.
+// Every read has its own slot. Only the owner uses the key.
 struct reader final : moe_edge_reads::owner {
     std::mutex mutex;
     std::condition_variable ended;
     const moe_edge_slices slices = slices_of();
     const int32_t parts = moe_edge_parts_of(slices);
     std::map<int32_t, moe_edge_read_key> keys;
-    std::map<int32_t, int32_t> begun, done;  // parts, by expert
+    std::map<int32_t, int32_t> begun, done;  // number of parts, by expert
     std::map<int32_t, uint32_t> crcs;
-    std::vector<int32_t> order;              // in which reads began
-    std::vector<uint64_t> at;                // and when their first parts did
+    std::vector<int32_t> order;  // in which reads began
+    std::vector<uint64_t> at;  // start times of their first parts
     std::vector<std::string> failed;
     const std::unique_ptr<char, decltype(&free)> memory { (char *) aligned_alloc(MOE_EDGE_BLOCK, EXPERTS * SLOT), free };
     moe_edge_reads reads { *this, mutex };
@@ -101,13 +101,14 @@ struct reader final : moe_edge_reads::owner {
         };
         while (!all()) {
             if (ended.wait_for(lock, std::chrono::seconds(120)) == std::cv_status::timeout) {
-                die("reads do not come to their end");
+                die("reads do not end");
             }
         }
     }
 };
 
-// Parts of several reads by several threads: all bytes, and the checksum of each from those of its parts.
+// Several threads read parts of several slices. All bytes and the combined checksums of the parts
+// must be correct.
 void run_bytes(const std::string & dir, bool direct, int32_t threads) {
     const std::string path = write_file(dir, 100 + EXPERTS * BYTES);
     const char * name = path.c_str();
@@ -124,11 +125,11 @@ void run_bytes(const std::string & dir, bool direct, int32_t threads) {
     r.wait_for(EXPERTS * r.parts);
     r.reads.stop();
     if (r.parts != 3 || !r.failed.empty()) {
-        die(r.failed.empty() ? "a slice has other parts" : r.failed[0]);
+        die(r.failed.empty() ? "a slice has the wrong number of parts" : r.failed[0]);
     }
     const std::vector<int32_t> expected = { 9, 6, 3, 0, 10, 7, 4, 1, 11, 8, 5, 2 };
     if (r.order != expected) {
-        die("reads do not begin in the order of their urgency");
+        die("reads do not begin in the order of urgency");
     }
     for (int32_t e = 0; e < EXPERTS; e++) {
         const char * bytes = r.slot(e) + (100 + e * BYTES) % MOE_EDGE_BLOCK;
@@ -138,7 +139,7 @@ void run_bytes(const std::string & dir, bool direct, int32_t threads) {
             }
         }
         if (r.done[e] != r.parts || r.crcs[e] != moe_edge_crc32(0, bytes, BYTES)) {
-            die("the checksums of the parts are not that of the whole");
+            die("the combined checksum of the parts is wrong");
         }
     }
 }
@@ -158,13 +159,13 @@ void run_truncated(const std::string & dir) {
     r.reads.stop();
     const bool told = !r.failed.empty() && r.failed[0].find("truncated") != std::string::npos;
     if (!told || r.crcs.size() != 1) {
-        die("a file that ends too early was not noticed");
+        die("a truncated file was not detected");
     }
     moe_edge_files none;
     const char * missing = "/nowhere/at/all";
     try {
         none.open(&missing, 1, true, false);
-        die("a file that is not there was opened");
+        die("a missing file was opened");
     } catch (const std::runtime_error & e) {
         if (!strstr(e.what(), missing)) {
             die("the error does not name the file");
@@ -172,7 +173,7 @@ void run_truncated(const std::string & dir) {
     }
 }
 
-// Transitions one part at a time and no faster than their rate; what is urgent goes before them meanwhile.
+// Transitions are read one part at a time, at their rate. More urgent reads run in between.
 void run_rate() {
     reader r;
     const char * name = "simulated";
@@ -180,12 +181,12 @@ void run_rate() {
     r.reads.start(2, true);
     std::lock_guard<std::mutex> lock(r.mutex);
     r.reads.set_speed(0, 10);
-    r.reads.set_transition_rate(BYTES * 1000);  // one in a millisecond
+    r.reads.set_transition_rate(BYTES * 1000);  // one per millisecond
     r.ask(0, MOE_EDGE_TRANSITING, 0);
     r.ask(1, MOE_EDGE_TRANSITING, 1);
     r.wake();
     if (r.begun[0] != 1 || r.begun[1] != 0) {
-        die("two parts of transitions are read at once");
+        die("two parts of transitions are read at the same time");
     }
     r.reads.simulate_for(100 * 1000);
     r.ask(2, MOE_EDGE_AHEAD, 0);
@@ -194,26 +195,26 @@ void run_rate() {
     const bool first = r.begun[3] == 2;
     r.reads.simulate_for(50 * 1000);
     if (!first || r.done[3] != 3 || r.done[2] != 3 || r.begun[0] != 1) {
-        die("what is urgent does not go before a transition that waits");
+        die("an urgent read does not precede a waiting transition");
     }
     r.reads.simulate_for(1850 * 1000);
     if (r.order != std::vector<int32_t>({ 0, 3, 2, 1 }) || r.at[3] < 999 || r.at[3] > 1001 || r.done[1] != 3) {
-        die("transitions do not keep to their rate");
+        die("transitions exceed or miss their rate");
     }
     r.ask(4, MOE_EDGE_DEMANDED, 0);
     r.wake();
     uint64_t took_us = 0;
     if (!r.reads.simulate_next(took_us) || took_us != 10 || r.reads.simulate_for(0) != 2010 * 1000) {
-        die("virtual time is something else");
+        die("the virtual time is wrong");
     }
     while (r.reads.simulate_next(took_us)) {
     }
     if (r.done[4] != 3) {
-        die("a read in virtual time does not come to its end");
+        die("a read in virtual time does not end");
     }
 }
 
-// At 1 byte a nanosecond behind 5 us, by two threads.
+// At 1 byte per nanosecond and a latency of 5 us, with two threads.
 void run_virtual_time() {
     reader r;
     const char * name = "simulated";
@@ -230,7 +231,8 @@ void run_virtual_time() {
     uint64_t took_us = 0;
     while (r.reads.simulate_next(took_us)) {
     }
-    // the latencies of the first two parts overlap; the third one begins when the first is done, after 8,666 ns
+    // the latencies of the first two parts overlap; the third part begins when the first is done,
+    // after 8,666 ns
     const uint64_t end = r.reads.simulate_for(0);
     if (before != 0 || one != 1 || r.done[0] != 3 || end != 8666 + 5000 + 3667) {
         die("a read in virtual time takes " + std::to_string(end) + " ns");
@@ -252,14 +254,14 @@ void run_queue() {
     queue.each_ahead([&](int32_t cell) { ahead.push_back(cell); });
     if (all != std::vector<int32_t>({ 5, 4, 3, 2 }) || ahead != std::vector<int32_t>({ 3, 2 }) || queue.first() != 5 ||
         queue.first_urgency() != MOE_EDGE_DEMANDED || queue.size() != 5) {
-        die("the queue has another order");
+        die("the queue has the wrong order");
     }
     moe_edge_checksums checksums;
     const bool none = checksums.due(1);
     checksums.keep(1, 3, 77);
     const bool due = checksums.due(1) && !checksums.due(0), wrong = checksums.fits(1, 78) || !checksums.due(1);
     if (none || !due || wrong || !checksums.fits(1, 77) || checksums.due(1)) {
-        die("a slice is not compared until it fits");
+        die("a slice is not compared until its checksum fits");
     }
 }
 

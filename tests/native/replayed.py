@@ -1,4 +1,4 @@
-"""Evaluations that are recorded, and replays of them."""
+"""Record traces of evaluations, and replay them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,17 @@ from orchestrator.policy import Policy, policy_class
 from orchestrator.runtime.runtime import Runtime
 
 DISK = Transport(10**9, 50, 4)
-# Slow, fast, and instant.
+# slow, fast, instant
 SPEEDS = (Transport(50 * 10**6, 300, 2), Transport(4 * 10**9, 20, 8), Transport(0, 0, 1))
 
 
 @dataclass
 class Run:
-    """A trace as it is read back, the real store's counters, the policy in the end, and what the
-    run returned."""
+    """A recorded evaluation.
+
+    trace: as read back from its file. stats: counters of the real store. policy: the policy after
+    the run. said: the result of the run function.
+    """
 
     trace: Trace
     stats: CStats
@@ -38,12 +41,12 @@ def recorded(config, folder, run):
 
 
 def replayed(trace, speed, time=None):
-    """With the recorded policy, settings and slots."""
+    """Replay a trace with its recorded policy, settings and slots."""
     setup = set_up_for(trace, ReplayOptions(), policy_class(trace.header.policy), speed)
     library, time = Bindings.load().library(), time or Compute(20.0, 20.0)
     return simulate(library, trace, setup, speed, time), setup.policy
 
 
 def reported(trace, **options):
-    """What `moe-edge replay` finds."""
+    """Return the report of `moe-edge replay`."""
     return replay(Bindings.load().library(), trace, ReplayOptions(**options))

@@ -1,4 +1,4 @@
-"""llama.cpp's server on the demo model, in this process, and what tests ask of it."""
+"""llama.cpp's server core on the demo model in this process, and requests to it."""
 
 import json
 from contextlib import contextmanager
@@ -22,18 +22,18 @@ def config(**settings):
 
 
 def how(made, parallel=1, template=None):
-    """How a server with so many places answers with a model's config."""
+    """Return the server's answering settings with `parallel` sequences."""
     settings = ServeSettings(parallel=parallel, chat_template=template)
     return answering(made, settings, Words("gpt2", ""), "")
 
 
-def server_config(made, parallel=1):
-    return how(made, parallel).config(made)
+def server_request(made, parallel=1):
+    return how(made, parallel).request(made)
 
 
 @contextmanager
 def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
-    """The runtime of a server. note: gets the sentences for its log."""
+    """Open the runtime of a server. note: receives the sentences of the server's log."""
     made = config(**settings)
     library_path()
     with Runtime.open(made, answering=how(made, parallel, template), say=note) as runtime:
@@ -41,15 +41,15 @@ def serving(parallel=1, template=None, note=lambda _sentence: None, **settings):
 
 
 def posted(runtime, route, sequences=(), forget=(), **data):
-    """The answer to a request, which has begun."""
+    """Submit a request and return its running answer."""
     return runtime.submit(json.dumps(data).encode(), route, sequences, None, forget)
 
 
 def whole(answer):
-    """(status, all that comes) of an answer, once it has ended. Raises its error."""
+    """Wait for the end of an answer. Return (status, all its bytes), or raise its error."""
     text, is_all = b"", False
     while not is_all:
-        assert answer.has_ended or answer.wait(HANG_S), "the answer does not end"
+        assert answer.has_ended or answer.wait(HANG_S), "timed out: the answer has not ended"
         more, is_all = answer.take()
         text += more
     answer.close()
@@ -59,7 +59,7 @@ def whole(answer):
 
 
 def ask(runtime, route, **data):
-    """(status, body) of one request; the events of a stream as a list."""
+    """Post one request. Return (status, body); the body of a stream is the list of its events."""
     answer = posted(runtime, route, **data)
     status, text = whole(answer)
     if not answer.is_stream:
@@ -69,7 +69,7 @@ def ask(runtime, route, **data):
 
 
 def answered(runtime, route="/v1/completions", **data):
-    """What a request that has to succeed gets; greedy."""
+    """Post a greedy request that must succeed, and return its body."""
     status, body = ask(runtime, route, **({"temperature": 0} | data))
     assert status == 200, body
     answer = body
@@ -77,5 +77,5 @@ def answered(runtime, route="/v1/completions", **data):
 
 
 def broken(*_):
-    """In the place of what a policy does."""
+    """Replacement of a policy's method that always fails."""
     raise RuntimeError("no idea")

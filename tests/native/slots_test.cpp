@@ -1,6 +1,6 @@
-// A pool of slots beside a plain list of what it should hold, under random calls.
+// Compares a pool of slots with a simple list of its expected contents, under random calls.
 //
-// Prints one line; exit status 1 and a sentence on the first violation.
+// Prints one line. At the first violation it prints a message and exits with 1.
 
 #include "moe-edge-slots.h"
 #include "stress.h"
@@ -17,7 +17,7 @@ struct held {
     bool     complete, prefetched, passing;
 };
 
-// What goes first: of those of passing requests, or of the others.
+// Returns the slot that is evicted first among those of streaming requests, or among the others.
 int32_t oldest_of(const std::vector<held> & all, bool passing, int32_t not_cell) {
     const held * found = nullptr;
     for (const auto & h : all) {
@@ -39,19 +39,19 @@ void compare(const moe_edge_pool & pool, const std::vector<held> & all, int32_t 
         beyond    += h.slot >= usable;
         if (s.cell != h.cell || s.used_at != h.used_at || s.passing != h.passing || s.prefetched != h.prefetched ||
             s.is != (h.complete ? moe_edge_pool::state::COMPLETE : moe_edge_pool::state::FILLING)) {
-            die("a slot is not what it was made");
+            die("a slot has the wrong state");
         }
     }
     for (const bool passing : { false, true }) {
         const int32_t oldest = pool.oldest([&](const moe_edge_pool::slot & s) { return s.passing == passing && s.cell != not_cell; });
         if (oldest != oldest_of(all, passing, not_cell)) {
-            die("another slot goes first than the one that was used longest ago");
+            die("the oldest slot is not the least recently used one");
         }
     }
     const int32_t within = all.size() - beyond;
     if (pool.in_use() != (int32_t) all.size() || pool.n_beyond() != beyond || pool.has_free() != (within < usable) || pool.has_passing() != (n_passing > 0) ||
         pool.may_pass() != (n_passing < 2)) {
-        die("the slots are counted wrong");
+        die("the counts of slots are wrong");
     }
 }
 
@@ -74,12 +74,12 @@ void run_random(unsigned seed) {
             case 0:
             case 1:
                 if (pool.has_free()) {
-                    // reads arrive in any order: what was asked for before may be complete after
+                    // reads arrive in any order, so an earlier request may complete later
                     const moe_edge_claim claim = { ++clock * 2 - random() % 2 * 3, MOE_EDGE_NO_LIST, random() % 3 == 0 };
                     const int32_t slot = pool.take(i, claim);
                     all.push_back({ slot, i, claim.asked_at, false, false, claim.passing });
                     if (pool.data(slot) != places[slot] || slot >= usable) {
-                        die("a slot lies elsewhere");
+                        die("a slot has the wrong address");
                     }
                 } else if (!refuses([&] { pool.take(i, {}); })) {
                     die("a full pool gave a slot");
@@ -91,7 +91,7 @@ void run_random(unsigned seed) {
                     all[which].prefetched = random() % 2;
                     pool.complete(all[which].slot, all[which].prefetched);
                 } else if (!all.empty() && (!refuses([&] { pool.complete(all[which].slot, false); }) || !refuses([&] { pool.copied(all[which].slot, 1); }))) {
-                    die("a complete slot was filled");
+                    die("a complete slot was filled again");
                 }
                 break;
             case 3:
@@ -100,7 +100,7 @@ void run_random(unsigned seed) {
                     all[which].passing = false;
                     pool.use(all[which].slot, all[which].used_at);
                     if (all[which].complete && pool.used_as_foreseen(all[which].slot) != all[which].prefetched) {
-                        die("a first use is not told");
+                        die("the first use of a prefetch is not reported");
                     }
                     all[which].prefetched = false;
                 }
@@ -113,7 +113,7 @@ void run_random(unsigned seed) {
                 if (!all.empty() && all[which].complete && all[which].slot >= usable && pool.has_free()) {
                     all[which].slot = pool.move(all[which].slot);
                 } else if (!all.empty() && !refuses([&] { pool.move(all[which].slot); })) {
-                    die("a slot was moved that may stay, or that has nowhere to go");
+                    die("a slot was moved although it may stay or has no target");
                 }
                 break;
             default:
@@ -122,7 +122,7 @@ void run_random(unsigned seed) {
                     pool.give(slot);
                     all.erase(all.begin() + which);
                     if (!refuses([&] { pool.give(slot); }) || !refuses([&] { pool.use(slot, 1); })) {
-                        die("a free slot was given back or used");
+                        die("a free slot was freed or used");
                     }
                 }
         }
@@ -130,7 +130,7 @@ void run_random(unsigned seed) {
     }
 }
 
-// What a slot was last copied to and read by is known when it is filled again.
+// A slot keeps the tickets of its last copy and reader when it is filled again.
 void run_tickets() {
     moe_edge_pool pool;
     pool.open({ nullptr }, 64, 1);
@@ -160,7 +160,7 @@ void run_line() {
     const bool idle = pool.check().empty();
     pool.forget_waiting();
     if (!line || !next || idle || pool.awaited() || !pool.check().empty()) {
-        die("who waits first is not served first");
+        die("the first waiting request is not served first");
     }
 }
 
@@ -171,13 +171,13 @@ int main() {
         moe_edge_pool pool;
         pool.open(std::vector<char *>(6), 64, 1);
         if (!refuses([&] { pool.limit(bad); })) {
-            die("a limit that cannot be was set");
+            die("an invalid limit was set");
         }
     }
     run_random(11);
     run_random(12);
     run_tickets();
     run_line();
-    printf("slots: as the list says\n");
+    printf("slots: equal to the list\n");
     return 0;
 }

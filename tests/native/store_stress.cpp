@@ -1,13 +1,13 @@
-// Random requests against a store over a file of known bytes, from several threads.
-// Checks that every byte an op sees is the byte on disk, that the budget and all other
-// invariants hold at every instant, and that read errors end in an error.
+// Random requests by several threads to a store over a file with known bytes. Checks that every
+// byte that an op gets is the byte on disk, that the budget and all other invariants hold at any
+// time, and that read errors are reported.
 //
 //   store_stress DIR SECONDS SEED [DELAY]
 //
-// With DELAY the slots are on a device, whose copies take up to that many microseconds and
-// poison where they go before.
+// With DELAY the slots are on a device whose copies take up to that many microseconds and poison
+// their destinations first.
 //
-// Prints one line of counts; exit status 1 and a sentence on the first violation.
+// Prints one line of counts. At the first violation it prints a message and exits with 1.
 
 #include "moe-edge-host-device.h"
 #include "moe-edge-reads.h"
@@ -34,28 +34,28 @@
 
 namespace {
 
-// Reads that begin between these offsets stay under way while they are held.
+// Reads that begin between these offsets do not end while `held` is set.
 std::atomic<off_t> held_first { 0 }, held_last { 0 };
 std::atomic<bool>  held { false };
 std::atomic<int>   n_held { 0 };
-std::atomic<int64_t> held_bytes { 0 };  // that came
+std::atomic<int64_t> held_bytes { 0 };  // bytes of completed held reads
 
-// Of the reads that begin between these offsets, each a part of a slice, the one of this number fails.
+// Reads that begin between these offsets are parts of one slice. The read with this number fails.
 std::atomic<off_t> broken_first { 0 }, broken_last { 0 };
 std::atomic<int>   broken_part { 0 };
-std::atomic<int>   n_parts { 0 }, n_broken { 0 };  // that began; that failed
-std::atomic<int>   n_beside { 0 };                 // failed while another one was under way
+std::atomic<int>   n_parts { 0 }, n_broken { 0 };  // parts that began; parts that failed
+std::atomic<int>   n_beside { 0 };  // parts that failed while another part was being read
 std::atomic<int>   n_under_way { 0 };
 
 ssize_t read_or_break(int fd, void * to, size_t bytes, off_t at) {
-    const bool beside = n_under_way++ > 0;
+    const bool others = n_under_way++ > 0;
     ssize_t n = -1;
     if (n_parts++ == broken_part) {
-        n_beside += beside;
+        n_beside += others;
         n_broken++;
         errno = EIO;
     } else {
-        usleep(300);  // so that several are under way
+        usleep(300);  // so that several parts are read at the same time
         n = next_pread(fd, to, bytes, at);
     }
     n_under_way--;
@@ -64,7 +64,8 @@ ssize_t read_or_break(int fd, void * to, size_t bytes, off_t at) {
 
 }  // namespace
 
-// The store's reads come by here, since a program's own functions go before those of libraries.
+// Replaces pread for the store, because a program's own functions take precedence over those of
+// libraries.
 extern "C" ssize_t pread(int fd, void * to, size_t bytes, off_t at) {
     if (at >= broken_first && at < broken_last) {
         return read_or_break(fd, to, bytes, at);
@@ -93,7 +94,7 @@ constexpr int32_t TYPE_Q2_K = 10;
 std::unique_ptr<moe_edge_host_device> device;  // null: slots in host memory
 const int32_t KINDS[] = { MOE_EDGE_UP, MOE_EDGE_GATE, MOE_EDGE_DOWN };
 
-// The byte on disk; differs between neighbouring slices at nearly every position.
+// Returns the byte on disk. Neighbouring slices differ at nearly every position.
 unsigned char byte_at(int32_t layer, int32_t kind, int32_t tier, int32_t expert, uint64_t i) {
     uint64_t x = ((((uint64_t) layer * 4 + kind) * 4 + tier) * 64 + expert) * 1000003 + i * 2654435761u;
     return (x >> 7) ^ (x >> 23) ^ x;
@@ -103,7 +104,7 @@ struct model_file {
     std::string path;
     std::vector<moe_edge_layer> layers;
     std::deque<std::array<uint32_t, EXPERTS>> checksums;
-    bool mixed;  // one group a kind, for both tiers
+    bool mixed;  // one group per kind, for both tiers
 
     explicit model_file(const std::string & dir, int32_t n_groups_per_kind, bool mixed = false)
         : path(dir + "/experts.bin"), layers(LAYERS), mixed(mixed) {
@@ -112,7 +113,7 @@ struct model_file {
             die("cannot write " + path);
         }
         for (int i = 0; i < 32; i++) {
-            fputc(0, f);  // slices do not start on a block
+            fputc(0, f);  // slices do not start at a block
         }
         for (int32_t l = 0; l < LAYERS; l++) {
             layers[l] = {};
@@ -195,7 +196,7 @@ void visit(int32_t expert, int32_t tier, int32_t type, const void * data, uint64
         return;
     }
     if (!data || tier > v.asked[expert] || bytes != BYTES[tier] || type != (tier == 0 ? TYPE_Q4_K : TYPE_Q2_K)) {
-        die("an expert came in a worse tier than asked for");
+        die("an expert came in a worse tier than requested");
     }
     for (uint64_t i = 0; i < bytes; i++) {
         if (static_cast<const unsigned char *>(data)[i] != byte_at(v.layer, v.kind, tier, expert, i)) {
@@ -204,12 +205,12 @@ void visit(int32_t expert, int32_t tier, int32_t type, const void * data, uint64
     }
 }
 
-// How many bytes slots may take, which changes while layers are computed.
+// Limits on the bytes of slots, which change while layers are computed.
 struct limits {
     moe_edge_store * store;
     uint64_t         least = 0, most;
     std::mt19937     random;
-    std::atomic<int> n { 0 }, n_late { 0 };  // that were set; that some slots held up
+    std::atomic<int> n { 0 }, n_late { 0 };  // limits set; limits that had to wait for slots
 
     limits(moe_edge_store * of, unsigned seed) : store(of), random(seed) {
         moe_edge_stats s;
@@ -217,7 +218,7 @@ struct limits {
         most = s.budget_bytes;
         char err[512];
         if (moe_edge_store_limit(store, 0, err, sizeof(err)) != -1 || (!device && sscanf(strstr(err, "works is"), "works is %lu", &least) != 1)) {
-            die("a limit of nothing was set");
+            die("a limit of 0 bytes was accepted");
         }
     }
 
@@ -235,17 +236,17 @@ struct limits {
         n++;
     }
 
-    // When nothing is under way any more, only so much is left.
+    // Checks the smallest limit after all requests have ended.
     void end() {
         patience more;
         while (set(least) > 0) {
-            more.wait("a limit that holds");
+            more.wait("a limit without waiting slots");
         }
         moe_edge_stats s;
         moe_edge_get_stats(store, &s);
         char err[512];
         if (s.slot_bytes != least || s.slot_bytes_in_use > least || moe_edge_check(store, err, sizeof(err)) != 0) {
-            die("a limit does not hold");
+            die("more slots are in use than the limit");
         }
     }
 };
@@ -275,7 +276,8 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
                     }
                 }
                 if (random() % 4 == 0) {
-                    // often more than there are slots, in part for what this layer is about to ask for
+                    // often more than there are slots, partly for experts that this layer is about
+                    // to request
                     std::vector<moe_edge_prefetch_item> items(1 + random() % 8);
                     for (auto & item : items) {
                         const bool here = !ids.empty() && random() % 2;
@@ -293,7 +295,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
                         die(moe_edge_error(store));
                     }
                     if (v.seen != (int64_t) ids.size()) {
-                        die("an expert was not visited once");
+                        die("an expert was not visited exactly once");
                     }
                     skipped += v.skipped;
                 }
@@ -312,8 +314,8 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     });
     usleep(seconds * 5e5);
     limits limit(store, seed);
-    const bool room = slots_hi > 1;  // for a lower limit
-    if (!device) {  // for the other half
+    const bool room = slots_hi > 1;  // so that a lower limit exists
+    if (!device) {  // limits change in the second half
         threads.emplace_back([&] {
             while (!stop) {
                 limit.change();
@@ -325,10 +327,10 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     moe_edge_stats s;
     const auto missing = [&]() -> const char * {
         moe_edge_get_stats(store, &s);
-        return rounds == 0 ? "a layer that was computed" : skipped == 0 ? "an expert that was skipped" : s.evictions == 0 ? "an eviction"
-            : s.prefetch_used == 0 ? "a prefetch that was used" : s.prefetch_cancelled == 0 ? "a prefetch that was cancelled"
+        return rounds == 0 ? "a computed layer" : skipped == 0 ? "a skipped expert" : s.evictions == 0 ? "an eviction"
+            : s.prefetch_used == 0 ? "a used prefetch" : s.prefetch_cancelled == 0 ? "a cancelled prefetch"
             : device && s.copy_bytes[1] == 0 ? "a copy to the device" : !device && limit.n < 1000 ? "a thousand limits"
-            : !device && room && limit.n_late == 0 ? "a limit that some slots hold up" : nullptr;
+            : !device && room && limit.n_late == 0 ? "a limit that waits for slots" : nullptr;
     };
     patience more;
     while (const char * what = missing()) {
@@ -343,7 +345,7 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     }
     moe_edge_get_stats(store, &s);
     if (s.slot_bytes_peak > s.budget_bytes || s.hits[1] > s.requests[1] || (device != nullptr) != (s.copy_bytes[1] > 0 && s.host_bytes > 0)) {
-        die("the statistics contradict themselves");
+        die("the statistics are inconsistent");
     }
     printf("%s hi %d lo %d: %lld rounds, %d limits, %d late, %llu host hits, %llu requests, %llu hits, %llu promotions, %llu evictions, prefetch %llu used %llu wasted %llu cancelled\n",
         file.mixed ? "mixed" : quotas ? "quotas" : "global", slots_hi, slots_lo, (long long) rounds, limit.n.load(), limit.n_late.load(), (unsigned long long) s.host_hits[1], (unsigned long long) s.requests[1],
@@ -352,8 +354,9 @@ void run(const model_file & file, bool quotas, int32_t slots_hi, int32_t slots_l
     moe_edge_store_free(store);
 }
 
-// A promotion that arrives while an op reads the low bytes must not free them: another cell
-// waits for that very slot. Its read is held until the op has begun, and the op goes on when it has ended.
+// A promotion that arrives while an op reads the low bytes must not free them, although another
+// cache entry waits for that slot. The promotion's read is held until the op has begun, and the op
+// continues after the read.
 void run_promotion_during_use(const std::string & dir) {
     constexpr int32_t x = 3, y = 5;
     constexpr int ENOUGH = 6;
@@ -370,11 +373,11 @@ void run_promotion_during_use(const std::string & dir) {
         auto & v = *static_cast<slow_visit *>(user);
         if (v.meets && expert == x) {
             held = false;
-            // behind a device the host tier may have the bytes, which then nobody reads
+            // on a device, the host cache may have the bytes, so they are not read
             for (int i = 0; i < 10000 && held_bytes < (int64_t) BYTES[0] && !(device && n_held == 0); i++) {
                 usleep(1000);
             }
-            usleep(3000);  // until the store has heard of it
+            usleep(3000);  // until the store has processed it
         }
         visit(expert, tier, type, data, bytes, &v);
     };
@@ -382,9 +385,9 @@ void run_promotion_during_use(const std::string & dir) {
     patience more;
     for (int i = 0; met[MOE_EDGE_UP] < ENOUGH || met[MOE_EDGE_GATE] < ENOUGH || met[MOE_EDGE_DOWN] < ENOUGH; i++) {
         if (i >= 3 * ENOUGH) {
-            more.wait("a promotion that arrives while an op reads what it replaces");
+            more.wait("a promotion that arrives while an op reads the old copy");
         }
-        // x resident in low, alone
+        // only x is resident, in low
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         moe_edge_apply(store, 0, ids, low, nullptr, 1);
         for (const int32_t k : KINDS) {
@@ -401,7 +404,7 @@ void run_promotion_during_use(const std::string & dir) {
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         moe_edge_prefetch(store, &promote, 1);
         moe_edge_apply(store, 0, ids, low, nullptr, 2);
-        for (int32_t j = 0; j < 3; j++) {  // that one first: its read holds all threads that read
+        for (int32_t j = 0; j < 3; j++) {  // this kind first, because its read blocks all I/O threads
             const int32_t k = KINDS[(i + j) % 3];
             slow_visit v;
             static_cast<visit_state &>(v) = { 0, k, asked };
@@ -412,10 +415,10 @@ void run_promotion_during_use(const std::string & dir) {
                 die("promotion during use: the op failed");
             }
             moe_edge_get_stats(store, &after);
-            met[k] += v.meets && after.promotions > before.promotions;  // when the op had read the low bytes
+            met[k] += v.meets && after.promotions > before.promotions;  // if the op read the low bytes
         }
         held = false;
-        // start over with x in low: evict the high copies by using other experts
+        // start over with x in low: evict the high copies by requests for other experts
         for (int32_t e = 6; e < 10; e++) {
             moe_edge_begin_step(store, MOE_EDGE_DECODE);
             uint8_t high[EXPERTS] = {};
@@ -435,8 +438,8 @@ void run_promotion_during_use(const std::string & dir) {
     printf("promotion during use: %d times, bytes stayed\n", met[MOE_EDGE_UP] + met[MOE_EDGE_GATE] + met[MOE_EDGE_DOWN]);
 }
 
-// Every expert in one version, while another thread moves them between the versions: no op waits,
-// and all matrices that a step sees of an expert are of one version.
+// Every expert is resident in one tier, and another thread moves them between tiers. No op waits,
+// and all matrices of an expert that a step sees have the same tier.
 void run_transitions(const std::string & dir, double seconds, unsigned seed, bool mixed) {
     model_file file(dir, 1, mixed);
     moe_edge_store * store = open_store(file, false, 9, LAYERS * EXPERTS + 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
@@ -494,7 +497,7 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed, boo
             if (steps > 0 && s.experts_promoted > 0 && s.experts_demoted > 0) {
                 break;
             }
-            more.wait(steps == 0 ? "a step" : s.experts_promoted == 0 ? "an expert that was promoted" : "an expert that was demoted");
+            more.wait(steps == 0 ? "a step" : s.experts_promoted == 0 ? "a promotion" : "a demotion");
         }
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         std::vector<std::thread> layers;
@@ -511,7 +514,7 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed, boo
                     const auto one_version = [](int32_t expert, int32_t tier, int32_t type, const void * data, uint64_t bytes, void * user) {
                         auto & seen = static_cast<version_visit *>(user)->tier[expert];
                         if (seen >= 0 && seen != tier) {
-                            die("transitions: two versions of an expert in one step");
+                            die("transitions: two tiers of an expert in one step");
                         }
                         seen = tier;
                         visit(expert, tier, type, data, bytes, static_cast<visit_state *>(static_cast<version_visit *>(user)));
@@ -533,15 +536,15 @@ void run_transitions(const std::string & dir, double seconds, unsigned seed, boo
     moe_edge_get_stats(store, &s);
     if (s.transitions_failed != 0 || s.demand_bytes[1] != 0 ||
         s.wait_us[1] != 0 || s.hits[1] != s.requests[1] || s.evictions != 0 || s.slot_bytes_peak > s.budget_bytes) {
-        die("transitions: the statistics contradict what was asked for");
+        die("transitions: the statistics contradict the requests");
     }
     moe_edge_store_free(store);
     printf("%stransitions: %lld steps, %llu promoted, %llu demoted, nothing waited\n", mixed ? "mixed " : "", (long long) steps,
         (unsigned long long) s.experts_promoted, (unsigned long long) s.experts_demoted);
 }
 
-// Without a hook the ops ask by themselves, in the graph's order: gate, up, down; one slot a kind
-// for all layers, several steps.
+// Without a hook the ops request experts themselves, in the order of the graph: gate, up, down.
+// There is one slot per kind for all layers.
 void run_without_hook(const std::string & dir) {
     model_file file(dir, 1);
     moe_edge_store * store = open_store(file, false, 1, 1, 0);
@@ -567,8 +570,8 @@ void run_without_hook(const std::string & dir) {
     printf("without a hook: done\n");
 }
 
-// Prefetches one part of which cannot be read, whichever it is: who did not ask for the expert hears nothing of it, who
-// waits is told once, and the next one who asks gets its bytes.
+// One part of a prefetch cannot be read. A step that did not request the expert gets no error. A
+// waiting op gets the error once, and the next request gets the bytes.
 void run_broken_prefetches(const std::string & dir, unsigned seed) {
     model_file file(dir, 1);
     moe_edge_store * store = open_store(file, false, 2, 2, seed % 2 ? MOE_EDGE_DIRECT_IO : 0);
@@ -586,8 +589,8 @@ void run_broken_prefetches(const std::string & dir, unsigned seed) {
     const uint8_t asked[EXPERTS] = {};
     int told = 0, untold = 0, cut = 0, last_parts = 0;
     const auto missing = [&]() -> const char * {
-        return told == 0 ? "a broken prefetch that an op waits for" : untold == 0 ? "a broken prefetch that nobody asks for"
-            : n_beside == 0 ? "a part that fails beside another one" : cut == 0 ? "a part that is not worth reading any more"
+        return told == 0 ? "a broken prefetch that an op waits for" : untold == 0 ? "a broken prefetch without a request"
+            : n_beside == 0 ? "a part that fails while another is being read" : cut == 0 ? "a part that is not read after a failure"
             : last_parts == 0 ? "a last part that fails" : nullptr;
     };
     patience more;
@@ -609,11 +612,11 @@ void run_broken_prefetches(const std::string & dir, unsigned seed) {
         const moe_edge_prefetch_item item = { (int16_t) l, (int16_t) e, 0, (uint8_t) (1 << k), 0 };
         moe_edge_begin_step(store, MOE_EDGE_DECODE);
         moe_edge_prefetch(store, &item, 1);
-        for (int i = 0; !waits && i < 10 && n_broken == 0; i++) {  // what is in a slot or in the host tier is not read
+        for (int i = 0; !waits && i < 10 && n_broken == 0; i++) {  // slices in a slot or in the host cache are not read
             usleep(1000);
         }
         if (!waits && moe_edge_error(store)) {
-            die("a step is told of a broken prefetch that it did not ask for");
+            die("a step gets an error of a prefetch that it did not request");
         }
         const int told_before = told;
         for (bool done = false; !done;) {
@@ -633,16 +636,17 @@ void run_broken_prefetches(const std::string & dir, unsigned seed) {
         }
         broken_first = broken_last = 0;
         untold     += n_broken > 0 && told == told_before;
-        cut        += n_broken > 0 && n_parts < 2 * parts;  // it was read again to its end
+        cut        += n_broken > 0 && n_parts < 2 * parts;  // the slice was read again completely
         last_parts += n_broken > 0 && broken_part == parts - 1;
     }
     stop = true;
     checker.join();
     moe_edge_store_free(store);
-    printf("broken prefetches: %d told to who waited, %d to nobody, %d cut short, %d beside other parts\n", told, untold, cut, n_beside.load());
+    printf("broken prefetches: %d reported, %d not reported, %d cut short, %d concurrent\n", told, untold, cut, n_beside.load());
 }
 
-// A file cut short while the store is open: an error that names it, never bytes.
+// A file that is truncated while the store is open gives an error with its name, and never wrong
+// bytes.
 void run_truncated(const std::string & dir) {
     model_file file(dir, 1);
     moe_edge_store * store = open_store(file, false, 4, 2, 0);
@@ -655,14 +659,14 @@ void run_truncated(const std::string & dir) {
     visit_state v = { LAYERS - 1, MOE_EDGE_DOWN, asked };
     moe_edge_apply(store, LAYERS - 1, ids, nullptr, nullptr, 1);
     if (moe_edge_use(store, LAYERS - 1, MOE_EDGE_DOWN, ids, 1, visit, &v) != -1 || v.seen != 0) {
-        die("a truncated file was not noticed");
+        die("a truncated file was not detected");
     }
     const char * error = moe_edge_error(store);
     if (!error || !strstr(error, file.path.c_str()) || !strstr(error, "truncated")) {
         die(std::string("the error does not name the file: ") + (error ? error : "none"));
     }
     char err[512];
-    moe_edge_begin_step(store, MOE_EDGE_DECODE);  // and the store lives on
+    moe_edge_begin_step(store, MOE_EDGE_DECODE);  // the store continues to work
     if (moe_edge_error(store) || moe_edge_check(store, err, sizeof(err)) != 0) {
         die("the store did not recover");
     }
@@ -686,7 +690,7 @@ int main(int argc, char ** argv) {
         run(shared, false, 20, 6, seconds, seed);
         run(shared, false, 1, 1, seconds, seed + 1);
         if (!device) {
-            run(shared, false, LAYERS * EXPERTS, LAYERS * EXPERTS, seconds, seed + 2);  // of which whole huge pages go back
+            run(shared, false, LAYERS * EXPERTS, LAYERS * EXPERTS, seconds, seed + 2);  // whole huge pages are freed
         }
     }
     {

@@ -1,4 +1,4 @@
-// What the programs under stress share.
+// Shared parts of the stress programs.
 
 #pragma once
 
@@ -18,7 +18,7 @@
     exit(1);
 }
 
-// Whether it was called out of its turn.
+// Returns whether the call throws std::logic_error.
 template <typename F> bool refuses(const F & call) {
     try {
         call();
@@ -28,20 +28,21 @@ template <typename F> bool refuses(const F & call) {
     return false;
 }
 
-// The pread behind a program's own, which comes first: the sanitizer's, which has to see what is written.
+// Calls the next pread after the program's own. It may be a sanitizer's, which must see what is
+// written.
 inline ssize_t next_pread(int fd, void * to, size_t bytes, off_t at) {
     static const auto next = reinterpret_cast<ssize_t (*)(int, void *, size_t, off_t)>(dlsym(RTLD_NEXT, "pread"));
     return next(fd, to, bytes, at);
 }
 
-// How long a situation may take to come up: two minutes of sleep at least. They are counted, since a program that was
-// stopped for a while had none of them.
+// Limits the wait for a situation to two minutes of sleep. It counts the sleeps, so that time in
+// which the program was stopped does not count.
 struct patience {
     int left = 60000;
 
     void wait(const std::string & for_what) {
         if (left-- == 0) {
-            die("a situation did not come up: " + for_what);
+            die("timed out while waiting for " + for_what);
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }

@@ -1,5 +1,8 @@
-"""Every Mixture-of-Experts architecture that upstream's own test makes models of, and some that it
-leaves out: what a managed one computes is what llama.cpp's plain path computes, bit for bit."""
+"""Bit-for-bit tests of every supported Mixture-of-Experts architecture.
+
+Upstream's own test creates most models, `make_models.cpp` some more. With managed experts, logits
+equal those of llama.cpp's own path.
+"""
 
 import shutil
 from pathlib import Path
@@ -21,7 +24,7 @@ from orchestrator.lab.calibrate.methods import Method
 from orchestrator.lab.calibrate.table import measure_losses
 from orchestrator.lab.eval.arithmetic import kl_divergence
 from orchestrator.native import host_memory, touched_memory
-from orchestrator.plan.shared import CELL_STEP
+from orchestrator.plan.records import CELL_STEP
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
@@ -31,25 +34,26 @@ from .lookup_table import BLOCK, blocks_of, forget, read_bytes, widen
 from .replayed import SPEEDS, recorded, replayed
 
 HERE = Path(__file__).parent
-# Those that upstream's test takes for Mixtures of Experts, and why they are none here.
-NO_EXPERTS = ("ernie4_5", "paddleocr")  # no tensors of experts
-NOT_COMPUTED = ("refact",)  # llama.cpp's graph has another product in their place
+# Architectures that upstream's test lists as Mixtures of Experts, but that we cannot manage.
+NO_EXPERTS = ("ernie4_5", "paddleocr")  # no expert tensors
+NOT_COMPUTED = ("refact",)  # llama.cpp's graph computes another product instead
 DIFFUSION = ("llada-moe", "rnd1")
 EXCEPTIONS = {*NO_EXPERTS, *NOT_COMPUTED, *DIFFUSION}
 PROMPT, ANSWER, OTHER = ([each % 128 for each in drawn(n, n)] for n in (40, 32, 50))
 N_DECODE = 6
 CALIBRATED = 512
-AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # as the unpatched library reads a prompt
-PUTS_AWAY = "orchestrator.runtime.prompt_copies"  # calls of it are the moments of a death
+AT_ONCE = {"ctx": 256, "ubatch": 256, "logits_all": True}  # one batch, as in the unpatched library
+# the process is killed at calls in this module
+COPIES_MODULE = "orchestrator.runtime.prompt_copies"
 POLICIES = (
     {"policy": "lru"},
     {"policy": "dymoe", "prefetch": "on", "low_tier": "skip", "retention": 1.0},
 )
-# Experts, how many of them a token uses, layers, and weights in a row of an expert: as upstream
-# makes them, which leaves nothing to choose, so that experts come and go, and for types of 256
-# weights.
+# (experts, experts per token, layers, weights in a row of an expert). AS_UPSTREAM: upstream's
+# sizes, where every token uses all experts. STREAMED: experts are evicted and loaded. WIDER: rows
+# for types with blocks of 256 weights.
 AS_UPSTREAM, STREAMED, WIDER = (2, 2, 0, 0), (8, 2, 4, 0), (16, 4, 4, 256)
-# Layers whose experts are chosen by the tokens' ids, where the architecture has them.
+# Layers that choose experts by token id, if the architecture has such layers.
 N_BY_TOKEN = 2
 NEWEST = (
     *("gemma4", "qwen4exp", "deepseek4", "deepseek32", "glm-dsa", "glm5-next", "hy_v3", "kimi-k3"),
@@ -60,7 +64,7 @@ UNPATCHED = unpatched.find()
 
 @pytest.fixture(scope="module")
 def maker(compile_native, llama_source):
-    """Upstream's test, with another main function."""
+    """Upstream's test program with our main function."""
     places = (HERE / "archs", *(llama_source / each for each in ("tests", "src", "vendor")))
     flags = ("-std=c++17", "-w", "-O1", "-g0", *(f"-I{each}" for each in places))
     return compile_native("make_models", [HERE / "archs" / "make_models.cpp"], *flags)
@@ -68,7 +72,7 @@ def maker(compile_native, llama_source):
 
 @pytest.fixture
 def make(maker, tmp_path):
-    """make(architecture, size, n_by_token): one of its models."""
+    """make(architecture, size, n_by_token): path of a model."""
 
     def made(arch, size=STREAMED, n_by_token=N_BY_TOKEN):
         run_program(maker, arch, tmp_path, *size, n_by_token)
@@ -102,8 +106,10 @@ def smallest_budget(model, **more):
 
 
 def compared(model):
-    """A model's logits are the plain path's under each policy, with as few slots as it needs;
-    the statistics of the last one."""
+    """Check that logits equal those of llama.cpp's own path, bit for bit.
+
+    Each policy gets the fewest slots with which it works. Return the statistics of the last policy.
+    """
     expected = plain_logits(model)
     for policy in POLICIES:
         least = smallest_budget(model, **policy)
@@ -117,21 +123,28 @@ def compared(model):
     return stats
 
 
-def test_every_one_is_listed(maker):
+def test_every_architecture_is_listed(maker):
     assert set(run_program(maker).split()) == set(PROVEN) | EXCEPTIONS
 
 
 @pytest.mark.parametrize("arch", PROVEN)
 def test_bit_for_bit(arch, make):
+    """Logits equal those of llama.cpp's own path.
+
+    Look-ahead prefetches experts if it is supported.
+    """
     for size in (AS_UPSTREAM, STREAMED):
         stats = compared(make(arch, size))
-    # with experts to choose from, look-ahead is what loads ahead
+    # if tokens choose among experts, the look-ahead prefetches some
     assert (sum(stats.prefetch_bytes) > 0) == (not PROVEN[arch])
 
 
 def test_a_layer_that_uses_fewer_experts(make, tmp_path):
-    """It has its bits, policies are told of what it chooses and of no more, and where all experts
-    are in memory low, what it uses gets high."""
+    """A layer that uses fewer experts than the others has correct logits and events.
+
+    `event.k` is the layer's own number of experts. A replay of its trace routes the same. With all
+    experts resident in the low tier, dynaexq promotes experts of this layer too.
+    """
 
     def fewer(model):
         with ExpertModel.open(model) as file:
@@ -144,7 +157,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
     pack(fewer(make("nemotron_h_moe", (16, 4, 4, 0))), packed, ["q8_0", "q4_0"])
     seen = set()
 
-    def told(e):
+    def with_report(e):
         decide = e.inside.policy.decide
 
         def decided(event, view, out):
@@ -152,16 +165,16 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
             ids, weights, one = event.ids_array, event.weights_array, event.n_tokens == 1
             assert ids.shape == weights.shape == (event.n_tokens, event.k) and (weights > 0).all()
             assert event.ids.tolist() == ids[0].tolist() and len(event.weights) == event.k
-            assert event.k > 1 or not one or out.tier[ids[0, 0]] == 0  # its best is not lowered
+            assert event.k > 1 or not one or out.tier[ids[0, 0]] == 0  # the best stays high
             seen.add((event.layer, event.k, one))
 
         e.inside.policy.decide = decided
         logits(e)
 
     asked = {"policy": "dymoe", "expert_ram": 1 << 24, "prefetch": "off", "retention": 0.5}
-    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, told)
+    run = recorded(build(packed, **options(**asked) | {"ubatch": 64}), tmp_path, with_report)
     assert seen == {(layer, k, one) for layer, k in ((0, 4), (1, 1)) for one in (False, True)}
-    outcome, _ = replayed(run.trace, SPEEDS[-1])  # a trace says as much
+    outcome, _ = replayed(run.trace, SPEEDS[-1])  # the trace records the same routing
     assert [list(each) for each in outcome.stats.routed] == [
         list(each) for each in run.stats.routed
     ]
@@ -181,8 +194,7 @@ def test_a_layer_that_uses_fewer_experts(make, tmp_path):
 
 
 def tight(model, part, **more):
-    """A model that shares a cap, with slots for all but such a part of the experts beside 4,096
-    tokens."""
+    """Open a model whose memory holds 4,096 tokens and all but 1/part of the experts."""
     usual = {"policy": "lru", "threads": 1, **more}
     with opened(model, **usual, ctx=4096, force_managed=True) as runtime, runtime.evaluator() as e:
         cap = e.plan.total_bytes - e.plan.slots.total_bytes // part
@@ -190,9 +202,13 @@ def tight(model, part, **more):
 
 
 @pytest.mark.parametrize("arch", ["qwen3next", "granitehybrid", "deepseek32", "gpt-oss", "gemma4"])
-def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, library):
-    """Slots give way to cells of layers that have some, indexers among them; states of the other
-    layers, of each sequence, stay beside both. Windows are kept whole, as upstream does."""
+def test_planned_kv_bytes_equal_llama_cpps(arch, make, tmp_path, library):
+    """The planned bytes of KV cells equal the bytes that llama.cpp reserves.
+
+    Layers with KV cells, including indexers, share memory with the slots. Recurrent states of the
+    other layers do not. Sliding-window layers keep all cells, as upstream does. 600 tokens touch at
+    least 600 cells and less than two CELL_STEPs more.
+    """
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
     with tight(model, 4, ubatch=512, sequences=8) as runtime, runtime.evaluator() as e:
         plan, shared, cap = e.plan, e.plan.shared, e.config.ram
@@ -212,22 +228,21 @@ def test_what_a_context_takes_is_what_llama_cpp_counts(arch, make, tmp_path, lib
 
 @pytest.mark.parametrize("arch", ["afmoe", "bailingmoe3", "deepseek2", "granitehybrid"])
 def test_a_short_step_touches_no_more_than_was_counted(arch, make, tmp_path, library):
-    """Though the context is made for longer ones."""
+    """Short steps stay within the shared limit, although the context is made for longer steps."""
     model = repack(make(arch, WIDER), tmp_path / "long.gguf", context_length=8192)
     with tight(model, 8) as runtime, runtime.evaluator() as e:
         shared = e.plan.shared
         assert max(shared.scratch) > 512
         for n in (12, 1, 62, 3, 62):
             e.eval(PROMPT * n, e.n_cached)
-            beside = sum(each.resident for each in touched_memory(library))
-            assert e.inside.store.stats().slot_bytes + beside <= shared.n_bytes, n
+            touched = sum(each.resident for each in touched_memory(library))
+            assert e.inside.store.stats().slot_bytes + touched <= shared.n_bytes, n
 
 
 @pytest.mark.skipif(isinstance(UNPATCHED, str), reason=str(UNPATCHED))
 @pytest.mark.parametrize("arch", PROVEN)
 def test_unpatched(arch, make):
-    """Upstream's library without our patches has the bits of the plain path and of managed
-    experts."""
+    """Logits of unpatched llama.cpp equal ours, with and without managed experts, bit for bit."""
     model = make(arch)
     expected = UNPATCHED.logits(model, PROMPT, ANSWER)
     managed = {"policy": "lru", "expert_ram": smallest_budget(model, policy="lru", **AT_ONCE)}
@@ -240,7 +255,7 @@ def test_unpatched(arch, make):
 
 
 def pack_wider(arch, make, folder):
-    """A model with every expert in Q4_K and in Q2_K."""
+    """Pack a model with every expert in Q4_K and in Q2_K."""
     packed = folder / "packed.gguf"
     pack(make(arch, WIDER), packed, ["q4_k", "q2_k"])
     with ExpertModel.open(packed) as model:
@@ -249,16 +264,19 @@ def pack_wider(arch, make, folder):
 
 
 def divergence(found, exact):
-    """Mean KL of a token, in nats."""
+    """Mean KL divergence in nats per token."""
     exact, found = (log_softmax(each.astype(np.float64)) for each in (exact, found))
     return float(np.mean([kl_divergence(*each) for each in zip(exact, found, strict=True)]))
 
 
 @pytest.mark.parametrize("arch", NEWEST)
 def test_two_precisions(arch, make, tmp_path):
-    """Each precision of a packed file is the file of it, under a policy that moves experts, one
-    that exchanges them and one that may lose nothing. What lowers experts loses, what skips as many
-    loses more, and what may lose so much loses about that."""
+    """Quality loss with two tiers, by policy.
+
+    With one tier in use (lru, dynaexq, or floor with max_loss 0), logits equal those of the
+    exported file of that tier, bit for bit. dymoe loses more with skipped experts than with lowered
+    ones. floor with a limit predicts at most 1.2 times the limit and loses at most twice the limit.
+    """
     packed = pack_wider(arch, make, tmp_path)
 
     def read(e):
@@ -287,7 +305,7 @@ def test_two_precisions(arch, make, tmp_path):
     table, method = tmp_path / "losses.json", Method(calib=text, tokens=CALIBRATED, threads=1)
     notes = []
     measure_losses(method, packed, None, [], table, lambda *_: None, notes.append)
-    assert notes == []
+    assert [note for note in notes if not note.startswith("Calibrating takes")] == []
 
     floor = {"policy": "floor", "losses": table, "low_tier": "q2_k"}
     for tier, settings in (
@@ -303,15 +321,18 @@ def test_two_precisions(arch, make, tmp_path):
         lost[low_tier] = divergence(rows, exported["q4_k"])
     assert 0 < lost["q2_k"] < lost["skip"]
     allowed = lost["skip"] / 4
-    rows, foreseen = run(**floor, max_loss=allowed)
-    assert 0 < foreseen < 1.2 * allowed
+    rows, predicted = run(**floor, max_loss=allowed)
+    assert 0 < predicted < 1.2 * allowed
     assert 0 < divergence(rows, exported["q4_k"]) < 2 * allowed
 
 
 @pytest.mark.parametrize("arch", NEWEST)
 def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
-    """A conversation that was put away goes on with the bits that it would have had, wherever the
-    process is killed behind that. One that had no time for it is read as a new one."""
+    """After a kill, a stored conversation continues with the same logits as without the kill.
+
+    If the process was killed before the conversation was stored, the prompt is read again as a new
+    one.
+    """
     model, folder = pack_wider(arch, make, tmp_path), tmp_path / "prompts"
     least = smallest_budget(model, policy="lru")
 
@@ -330,11 +351,11 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
         continued = first_logits(runtime, more)
     with talking(None) as runtime:
         new = first_logits(runtime, more)
-    total = calls_of(talk, PUTS_AWAY)
+    total = calls_of(talk, COPIES_MODULE)
     n_read = []
     for at in (total // 20, total * 2 // 3, total):
         shutil.rmtree(folder)
-        assert killed(talk, at, PUTS_AWAY)
+        assert killed(talk, at, COPIES_MODULE)
         with talking(folder) as runtime:
             n_read.append(evaluated(runtime, more, 1))
             found = runtime.inside.context.logits().copy()
@@ -344,22 +365,22 @@ def test_a_prompt_comes_back_after_a_kill(arch, make, tmp_path):
 
 
 def test_a_table_is_read_by_rows(make, tmp_path):
-    """A prompt has the blocks of its rows read, each once, and hardly more."""
+    """A prompt reads the blocks of its table rows once, and at most 20 % more."""
     model = widen(make("gemma4"), tmp_path / "wide.gguf", n_vocab=200_000, n_ctx=512)
     rng = np.random.default_rng(0)
     first, then = rng.permutation(200_000)[:600].reshape(2, 300).tolist()
     asked = options(ctx=512, policy="lru", expert_ram=1 << 26)
     at_first = read_bytes()
     with opened(model, **asked) as runtime, runtime.evaluator() as e:
-        forget(model)  # what was read ahead of the tensors beside the table
+        forget(model)  # blocks that the load read ahead of neighbouring tensors
         assert (
             len(e.inside.model.lookup) == 2
             and f"{e.inside.model.lookup_text} on disk" in runtime.mode
         )
-        e.eval(first, 0)  # which has nearly all experts read
+        e.eval(first, 0)  # reads nearly all experts
         stats, before = e.inside.store.stats(), read_bytes()
         if before == at_first:
-            pytest.skip("the file system of this folder has no disk behind it")
+            pytest.skip("the temporary folder is not on a disk")
         rows = [e.eval(then, 0)]
         of_experts = sum(e.inside.store.stats().demand_bytes) - sum(stats.demand_bytes)
         read = (read_bytes() - before - of_experts) / BLOCK
@@ -372,9 +393,12 @@ def test_a_table_is_read_by_rows(make, tmp_path):
     np.testing.assert_array_equal(rows, plain)
 
 
-def test_what_ids_choose_is_read_ahead(make):
-    """In an answer, in one with as many slots as a token needs, and in a prompt, which finds free
-    ones: every read is asked for ahead, and used. So what is asked for is what is routed to."""
+def test_experts_chosen_by_token_id_are_prefetched(make):
+    """Layers that choose experts by token id prefetch exactly the experts that are routed.
+
+    With prefetch on, every read is a prefetch and every prefetch is used, both in an answer with
+    few slots and in a prompt with free slots. Logits and bytes read equal those without prefetch.
+    """
     model = make("deepseek4", n_by_token=4)
     with ExpertModel.open(model) as file:
         slice_bytes = file.slices[0][DOWN][0].expert_bytes
@@ -421,6 +445,9 @@ def test_experts_that_no_graph_computes(arch, make):
 
 @pytest.mark.parametrize("arch", DIFFUSION)
 def test_diffusion_is_refused(arch, make):
-    """llama.cpp has a program of its own for them; decoding a token would end this process."""
+    """Diffusion models are refused, because decoding a token would abort this process.
+
+    llama.cpp has a separate program for them.
+    """
     with pytest.raises(NativeError, match="diffusion models are not supported"):
         opened(make(arch), **options())

@@ -1,5 +1,7 @@
-"""ARM64: our sources and llama.cpp's by Debian's cross compiler, and programs of the tests under an
-emulator, which shows neither speed nor the order in which an ARM writes its memory."""
+"""ARM64: our sources and llama.cpp, cross-compiled, and test programs under an emulator.
+
+The emulator shows neither speed nor the memory ordering of a real ARM CPU.
+"""
 
 import os
 import shutil
@@ -28,7 +30,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def by():
-    """The command of the emulator."""
+    """The emulator's command."""
     if not os.environ.get("MOE_EDGE_SLOW"):
         pytest.skip("compiles llama.cpp for ARM64: set MOE_EDGE_SLOW=1")
     return emulated.emulator("qemu-aarch64", "-L", f"/usr/{TARGET}")
@@ -36,7 +38,7 @@ def by():
 
 @pytest.fixture(scope="module")
 def libraries(by, llama_source):
-    """The folder of libllama and its companions for ARM64; what is compiled already stays."""
+    """Folder of libllama and its companions for ARM64. Existing build files are reused."""
     for tool, package in ((f"{TARGET}-g++", f"g++-{TARGET}"), ("cmake",) * 2, ("ninja",) * 2):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is missing: `sudo apt install {package}`")
@@ -61,7 +63,7 @@ def test_programs(name, by, libraries, llama_source, tmp_path):
 
 
 def test_a_model_decodes(by, libraries, llama_source, one, tmp_path):
-    """A C program with experts on disk, token by token."""
+    """A C program decodes 8 tokens with experts on disk, and the slots stay within the budget."""
     linked = [libraries / f"lib{each}.so" for each in LINKED]
     sources = [HERE / "plain_c.c"]
     program = tmp_path / "plain_c"

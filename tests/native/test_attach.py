@@ -1,4 +1,4 @@
-"""Which store serves which model, and what is said where none does."""
+"""Which store serves which model, and the error if no store does."""
 
 import ctypes
 import os
@@ -19,14 +19,14 @@ TOKENS = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def spec(one):
-    """What a loaded model's store was made of."""
+    """The specification of a loaded model's store."""
     with opened(one, policy="lru", expert_ram=1 << 20) as runtime, runtime.evaluator() as e:
         return e.inside.store.spec
 
 
 @pytest.fixture
 def serve(one):
-    """serve(): loads the model, which has to compute what it does in a runtime."""
+    """serve(): load the model and check that it computes the same logits as a runtime."""
     with opened(one, policy="lru", expert_ram=1 << 20) as runtime, runtime.evaluator() as e:
         expected = e.eval(TOKENS, 0)[-1]
 
@@ -51,14 +51,15 @@ def is_refused(path, said=r"no expert store waits for it: create one"):
 
 
 def test_a_model_without_a_store_is_refused(library, one, spec):
-    """One that is simulated waits for no model."""
+    """A model without a store is refused. A simulated store does not count."""
     is_refused(one)
-    assert library.load_error() is None  # it was told
+    assert library.load_error() is None  # the error was taken when it was raised
     with Store.create(library, replace(spec, simulated=True)):
         is_refused(one)
 
 
-def test_the_latest_store_that_waits_is_taken(library, one, spec, serve):
+def test_a_model_takes_the_newest_waiting_store(library, one, spec, serve):
+    """A model takes the newest store without a model, the next model the older one."""
     with Store.create(library, spec) as older, Store.create(library, spec) as newer:
         loaded = serve()
         assert newer.stats().requests[0] > 0 and older.stats().requests[0] == 0
@@ -70,7 +71,7 @@ def test_the_latest_store_that_waits_is_taken(library, one, spec, serve):
 
 
 def test_a_store_outlives_its_model(library, one, spec, serve):
-    """What it has in memory serves the next one."""
+    """A store serves a second model after the first is freed, and keeps its experts in memory."""
     with Store.create(library, spec) as store:
         for _ in range(2):
             serve().close()
@@ -79,14 +80,15 @@ def test_a_store_outlives_its_model(library, one, spec, serve):
     loaded.close()
 
 
-def test_a_store_of_another_model_is_refused_and_waits_on(library, spec, serve, tiny_model):
+def test_a_refused_store_of_another_model_waits_on(library, spec, serve, tiny_model):
+    """A load with the store of another model fails, and the store then serves its own model."""
     with Store.create(library, spec):
         is_refused(tiny_model("deepseek2-fused", "q4_k"), r"blk\.0\.ffn_.*_exps|layer|expert")
         serve().close()
 
 
 def test_a_load_without_memory_takes_no_store(library, one, spec, serve):
-    """Memory fitting loads a model so, makes a context, and asks what they would take."""
+    """A load with no_alloc, which llama.cpp uses to fit memory, does not take the store."""
     api = Bindings.load().api
     params = api.llama_model_default_params()
     overrides = (BufferTypeOverride * 2)()

@@ -1,10 +1,10 @@
-"""The cache rules of DyMoE 4.4.2 on the real store, beside a model in plain Python.
+"""The cache rules of DyMoE 4.4.2: the real store is compared with a model in plain Python.
 
-A state machine drives the store through its C interface over a small file whose bytes say
-which slice they are. After every request the statistics and what an op got to see must be
-those of a legal outcome in cache_model. Where the disk's timing decides (a prefetch that is or
-is not complete, a layer that needs more slots than there are), every outcome that some timing
-gives is legal, and no other.
+A state machine drives the store through its C interface over a small file whose bytes identify
+their slice. After every request, the statistics and the bytes that an op got must be those of a
+legal outcome in `cache_model`. The disk's timing decides whether a prefetch is complete, and about
+a layer that needs more slots than there are. Every outcome of some timing is then legal, and no
+other.
 """
 
 import os
@@ -31,26 +31,29 @@ from .cache_driver import DEVICE_SLOT_BYTES, EXPERT_BYTES, KINDS, SLOT_BYTES, Dr
 from .cache_model import SKIP, Cache, Caches, Layout
 from .transition_driver import N_EXPERT, ExpertFile
 
-# Read when the tests are collected: while one runs, its environment is a clean one.
+# Read at collection, because the environment is cleared while a test runs.
 SLOW = bool(os.environ.get("MOE_EDGE_SLOW"))
 
-# What a run must have met, or it proves less than it says.
+# Situations that a run must cover. Otherwise the test has proved too little.
 SITUATIONS = (
     *("hits[0]", "hits[1]", "reuse", "promotions", "evictions", "waves", "cut off", "cancelled"),
     "passing",
     *("prefetch_used", "prefetch_wasted", "prefetch_cancelled", "routed skip[0]", "routed skip[1]"),
 )
-MAX_STATES = 30 if not SLOW else 400  # that the model follows
-EXAMPLES = 50 if not SLOW else 3000  # and as many again while a situation is missing
+MAX_STATES = 30 if not SLOW else 400  # states that the model tracks
+EXAMPLES = 50 if not SLOW else 3000  # repeated while a situation is missing
 
 
-# Bytes of the host's cache behind a device: little more than what reads need, or everything.
+# Bytes of the host cache of a device: little more than reads need, or everything.
 HOST_BYTES = (1 << 20, 32 << 20)
 
 
 @st.composite
 def layouts(draw, device=None):
-    """Which tiers of the file are in use, and a layout of few slots; offsets are filled in."""
+    """Draw the tiers of the file that are in use, and a layout with few slots.
+
+    Offsets are filled in later.
+    """
     sizes = SLOT_BYTES if device is None else DEVICE_SLOT_BYTES
     tiers = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=4))))
     mixed = device is None and draw(st.sampled_from((False, False, True)))
@@ -74,14 +77,14 @@ def layouts(draw, device=None):
 
 
 class CacheRules(RuleBasedStateMachine):
-    """One store and its model; a step routes layers, and each routed layer computes its kinds."""
+    """One store and its model. A step routes layers, and each routed layer computes its kinds."""
 
     library: Library
     file: ExpertFile
     device: str | None
     driver: Driver
     model: Caches
-    met: Counter[str]  # over all examples: which situations came up
+    met: Counter[str]  # over all examples: how often each situation occurred
     failures: list[str]
 
     def __init__(self):
@@ -89,7 +92,7 @@ class CacheRules(RuleBasedStateMachine):
         self.opened = False
         self.layer = 0
         self.wanted = {}
-        self.left = []  # kinds of the routed layer that are not computed yet
+        self.left = []  # kinds of the routed layer that are not yet computed
         self.last = {}
 
     @initialize(data=st.data(), phase=st.sampled_from(Phase))
@@ -106,7 +109,7 @@ class CacheRules(RuleBasedStateMachine):
 
     @rule(phase=st.sampled_from(Phase))
     def begin_step(self, phase):
-        """The next step; where a layer is not computed yet, the one before was cut off."""
+        """Begin the next step. If a layer is not computed yet, the previous step was aborted."""
         self.met["cut off"] += bool(self.left)
         self.left = []
         if self.model.lost:
@@ -118,24 +121,26 @@ class CacheRules(RuleBasedStateMachine):
     @precondition(lambda self: self.device is None)
     @rule(data=st.data(), phase=st.sampled_from(Phase))
     def limit(self, data, phase):
-        """Slots go between two steps, or come back, while a prefetch has only begun."""
+        """Change the limit between two steps, while a prefetch may be running."""
         self.begin_step(phase)
         sizes = [size for size, _ in self.driver.store.spec.groups]
         every = self.driver.store.spec.budget_bytes
         n_bytes = data.draw(st.sampled_from((sum(sizes), every)) | st.integers(sum(sizes), every))
         self.met["limits"] += n_bytes < every
-        items = self.some_items(data)[:1]  # with more the model loses its way
+        items = self.some_items(data)[:1]  # with more, the model has too many states
         self.driver.prefetch(items)
         self.model.do(lambda cache: cache.prefetch(items))
-        while self.driver.store.limit(n_bytes):  # until reads into slots that go are complete
+        while self.driver.store.limit(n_bytes):  # reads into slots above the limit
             time.sleep(0.0005)
         self.model.do(lambda cache: cache.limit(n_bytes))
         if not self.model.keep(Cache.settled):
-            self.fail("no legal outcome has no slot in use that goes")
+            self.fail("every legal outcome still uses a slot above the limit")
 
     def some_items(self, data):
-        """A prefetch list as a policy gives it; half of it for experts that the latest routed
-        layer wants, so that reads are met on their way."""
+        """Draw a prefetch list.
+
+        Half of it is for experts of the latest routed layer, so that requests meet running reads.
+        """
         items = []
         for _ in range(data.draw(st.integers(1, 6))):
             layer, experts = self.layer, list(self.wanted)
@@ -152,9 +157,9 @@ class CacheRules(RuleBasedStateMachine):
     @precondition(lambda self: not self.left)
     @rule(data=st.data(), read_ahead=st.booleans())
     def route(self, data, read_ahead):
-        """A layer asks for its experts; with read_ahead while a prefetch has only begun."""
+        """A layer requests its experts. read_ahead: a prefetch may be running."""
         some = list(self.wanted)
-        if not some or data.draw(st.booleans()):  # else the same ones again, in other tiers
+        if not some or data.draw(st.booleans()):  # otherwise the same experts again, in other tiers
             self.layer = data.draw(st.integers(0, len(self.layout.kinds) - 1))
             n = data.draw(st.integers(1, N_EXPERT))
             some = data.draw(st.permutations(range(N_EXPERT)))[:n]
@@ -172,7 +177,7 @@ class CacheRules(RuleBasedStateMachine):
     @precondition(lambda self: self.left)
     @rule(data=st.data(), whole_layer=st.booleans())
     def compute(self, data, whole_layer):
-        """The next kind, or all that are left, of the routed layer."""
+        """Compute the next kind of the routed layer, or all remaining kinds."""
         experts = data.draw(st.permutations(list(self.wanted)))
         for _ in range(len(self.left) if whole_layer else 1):
             kind = self.left.pop(0)
@@ -182,15 +187,15 @@ class CacheRules(RuleBasedStateMachine):
             for expert, tier in visits:
                 asked = self.wanted[expert]
                 assert (tier == SKIP) == (asked == SKIP)
-                assert tier <= asked, f"expert {expert}: tier {asked} asked for, {tier} computed"
+                assert tier <= asked, f"expert {expert}: tier {asked} requested, {tier} computed"
                 self.met["reuse"] += tier < asked
             legal = self.model.use(self.layer, kind, experts, visits)
             if not legal:
-                self.fail(f"no timing makes layer {self.layer}, kind {kind}, meet {visits}")
+                self.fail(f"no timing explains layer {self.layer}, kind {kind}: {visits}")
 
     @rule(data=st.data(), wait=st.booleans())
     def prefetch(self, data, wait):
-        """Where the machine waits, the list is nearly sure to be read before the next request."""
+        """Prefetch. After the wait, the list is almost certainly read before the next request."""
         items = self.some_items(data)
         self.driver.prefetch(items)
         self.model.do(lambda cache: cache.prefetch(items))
@@ -200,7 +205,7 @@ class CacheRules(RuleBasedStateMachine):
     @precondition(lambda self: self.left)
     @rule(phase=st.sampled_from(Phase))
     def cancel(self, phase):
-        """Ctrl-C: the op that runs ends at once, and the next step starts clean."""
+        """Cancel a step (Ctrl-C): the running op ends at once, and the next step starts clean."""
         self.met["cancelled"] += 1
         self.driver.store.cancel(True)
         assert self.driver.use(self.layer, self.left[0], list(self.wanted)) is None
@@ -222,7 +227,7 @@ class CacheRules(RuleBasedStateMachine):
             self.fail(f"no legal outcome; the nearest one (expected, seen): {differ}")
         resident = self.driver.store.resident().tolist()
         if not self.model.keep(lambda cache: cache.resident() == resident):
-            self.fail(f"no legal outcome has in memory (layer, expert: tier): {resident}")
+            self.fail(f"no legal outcome has these resident tiers [layer][expert]: {resident}")
         self.last = seen
 
     def fail(self, message):
@@ -248,6 +253,7 @@ def file(tmp_path_factory):
 
 
 def test_cache_rules(library, file, device):
+    """The store follows the cache rules, and the examples cover every situation."""
     met = Counter()
     failures = []
     attributes = {"library": library, "file": file, "met": met, "failures": failures}
@@ -256,7 +262,7 @@ def test_cache_rules(library, file, device):
     for number in range(10):
         try:
             run_state_machine_as_test(
-                # Where CI makes examples the same each time, they go by this name.
+                # In CI, Hypothesis derives its examples from this name.
                 type(f"Round{number}", (CacheRules,), attributes),
                 settings=settings(
                     max_examples=EXAMPLES,
@@ -266,9 +272,10 @@ def test_cache_rules(library, file, device):
                 ),
             )
         except Flaky as error:
-            # The same requests at other moments of the disk's work: the first finding counts.
-            raise AssertionError(f"seen once, not seen again: {failures[:1]}") from error
+            # The same requests at other times of the disk's work gave another result. Report the
+            # first failure.
+            raise AssertionError(f"failed once, but not again: {failures[:1]}") from error
         missing = [situation for situation in wanted if not met[situation]]
         if not missing:
             return
-    pytest.fail(f"no example came to: {missing}")
+    pytest.fail(f"no example covered: {missing}")

@@ -1,4 +1,4 @@
-"""A model's file that is written to while it is in use ends every answer with that sentence."""
+"""If a model file is written to while in use, every answer fails with a message that says so."""
 
 import os
 import shutil
@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 from answering import answered, submitted
+from asking import request_of
 
 from gguf_tools.errors import ChangedError
-from orchestrator.config import Config
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
 
@@ -40,7 +40,7 @@ CALLS = (answer, evaluate, decode_batch)
 
 
 def overwrite(path):
-    """Other bytes in the same file, of the same size."""
+    """Write other bytes of the same size into the same file."""
     data = path.read_bytes()
     with open(path, "r+b") as file:
         file.write(data[:4096] + bytes(len(data) - 4096))
@@ -56,12 +56,12 @@ def path(request, library, tiny_model, tmp_path):
 
 def opened(path, how, progress=None, answering=None):
     settings = {"ctx": 256, "threads": 1, "sequences": 1, **RUNS[how]}
-    return Runtime.open(Config.build(model=path, **settings), progress, answering)
+    return Runtime.open(request_of(model=path, **settings), progress, answering)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("how", RUNS)
-def test_it_is_said(path, how, call):
+def test_every_call_fails_after_a_write(path, how, call):
     answering = Answering() if call is answer else None
     with opened(path, how, answering=answering) as runtime:
         call(runtime)
@@ -71,7 +71,7 @@ def test_it_is_said(path, how, call):
                 call(runtime)
 
 
-def test_in_the_middle_of_an_answer(path):
+def test_a_write_during_an_answer(path):
     with opened(path, "managed", answering=Answering()) as runtime:
         inside, calls = runtime.inside, count()
 
@@ -89,7 +89,7 @@ def test_in_the_middle_of_an_answer(path):
         assert next(calls) > 40
 
 
-def test_while_it_loads(path):
+def test_a_write_during_the_load(path):
     def progress(what, _share):
         if what.startswith("Loading"):
             overwrite(path)
@@ -101,7 +101,7 @@ def test_while_it_loads(path):
         evaluate(runtime)
 
 
-def test_another_file_of_its_name_leaves_the_model_alone(path):
+def test_a_new_file_of_the_same_name_changes_nothing(path):
     with opened(path, "managed") as runtime, runtime.evaluator() as e:
         first = e.eval(PROMPT, 0)
         path.rename(path.with_name("old"))

@@ -1,5 +1,8 @@
-"""Context-aware placement: every expert in memory, moves that no token waits for, shared slots,
-losses, kept prefixes."""
+"""The context policy on a model.
+
+Tests of the placement of resident experts, of transitions that no token waits for, and of shared
+slots, loss tables and kept prefixes.
+"""
 
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from orchestrator.cost import losses
 from orchestrator.errors import ConfigError
 from orchestrator.lab.replay.simulate import Compute
+from orchestrator.plan.records import Needs, PlanRequest
 from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn, save_losses, until
@@ -24,7 +28,7 @@ def five(packed):
 
 
 def save_table(path, of, n_tiers=5):
-    """A loss table of random numbers, worse in lower tiers; returns the losses."""
+    """Write a loss table of random numbers that grow in lower tiers. Return the losses."""
     found = np.sort(RNG.random((3, 8, n_tiers)) ** 4, axis=2).round(6)
     save_losses(path, of, found)
     return found
@@ -44,7 +48,11 @@ def converse(e, number, n_answer=None):
 
 
 def until_placed(e):
-    """However slow the disk is, with few tokens: what they use would be placed for, too."""
+    """Decode until all transitions of the placement are complete.
+
+    Few tokens are used, because their routing would change the placement. A slow disk only takes
+    longer.
+    """
     at, store = e.n_cached, e.inside.store
 
     def one_more():
@@ -56,7 +64,7 @@ def until_placed(e):
 
 def test_a_loss_table_is_found_and_used(five, tmp_path):
     def used(**options):
-        """The losses that it goes by, what it notes, and where experts are at first."""
+        """Return the losses in use, the note for the user, and the initial resident tiers."""
         with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
             return e.inside.policy.placement.losses, str(runtime.note), e.inside.store.resident()
 
@@ -64,7 +72,7 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     found, note, nominal = used()
     assert found is None and "has no loss table" in note and "calibrate" in note
     _, note, in_own_slots = used(near_slots="own")
-    assert note == "None"  # no table could change where experts are
+    assert note == "None"  # no loss table could change the placement
     try:
         expected = save_table(beside, five)
         found, note, resident = used()
@@ -94,12 +102,15 @@ def test_a_loss_table_is_found_and_used(five, tmp_path):
     [
         {"placement": "async"},
         {"placement": "wait"},
-        # studies ask for decisions that do not depend on what is in memory
+        # studies request decisions that do not depend on resident tiers
         {"placement": "async", "near_slots": "own", "exact_tiers": True},
     ],
 )
-def test_moves_read_what_changed_and_nothing_waits(five, options):
-    """Where it waits, everything is in place before an answer's first token."""
+def test_placements_read_only_changed_experts(five, options):
+    """A new placement reads at most 10 % more than the changed experts need, and no token waits.
+
+    With placement "wait", all transitions are complete before the first token of an answer.
+    """
     with Runtime.open(context(five, **options)) as runtime, runtime.evaluator() as e:
         policy, store = e.inside.policy, e.inside.store
         model, is_async = e.inside.model, options["placement"] == "async"
@@ -114,14 +125,14 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
             until_placed(e)
             after, stats = store.resident(), store.stats()
             changed = np.argwhere(before != after).tolist()
-            owed = sum(
+            changed_bytes = sum(
                 kind[after[layer, expert]].expert_bytes
                 for layer, expert in changed
                 for kind in model.slices[layer]
                 if kind[0] is not None
             )
             moved = stats.transition_bytes - read
-            assert changed and 0 < moved <= 1.1 * owed
+            assert changed and 0 < moved <= 1.1 * changed_bytes
             assert is_async or at_once == moved
             assert np.equal(*store.states()).all() and ((after == 0).sum(axis=1) == 2).all()
             store.check()
@@ -131,16 +142,19 @@ def test_moves_read_what_changed_and_nothing_waits(five, options):
         assert list(stats.hits) == list(stats.requests)
         assert stats.transitions_rejected == stats.transitions_failed == 0
         assert stats.evictions == 0
-        # placed, it reads nothing more
+        # after the placement is complete, nothing more is read
         for token in ANSWER[:6]:
             e.eval([token], e.n_cached)
         assert store.stats().transition_bytes == stats.transition_bytes
 
 
 @pytest.mark.parametrize("placement", ["async", "wait"])
-def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
-    """Two forks of a conversation decode together, one of them is dropped, and the first prompt is
-    brought back from a copy and goes on."""
+def test_a_replay_knows_sequences_and_restored_tokens(five, tmp_path, placement):
+    """A replay knows sequences and restored prefixes.
+
+    Its usage sums equal those of the run within 1e-6. Two forks of a conversation decode together,
+    one of them is dropped, and the first prompt is restored from a copy and continued.
+    """
 
     def talk(e):
         converse(e, 0, 3)
@@ -151,9 +165,9 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
         for token in ANSWER[:20]:
             e.decode_batch([token, token + 1], [0, 1])
         converse(e, 1, 5)
-        e.fork(1)  # what it held is over
+        e.fork(1)  # this ends the sequence's earlier content
         e.decode_batch([9], [1])
-        e.reset()  # all three are
+        e.reset()  # this ends all three sequences
         converse(e, 0, 2)
         e.inside.driver.restore_sequence(0, kept)
         e.eval(PROMPTS[0][:9], e.n_cached)
@@ -163,13 +177,14 @@ def test_its_replay_knows_sequences_and_kept_tokens(five, tmp_path, placement):
         use = e.inside.policy.use
         return [*use.sums, use.past]
 
-    run = recorded(context(five, sequences=2, placement=placement), tmp_path, talk)
+    request = PlanRequest(context(five, placement=placement), Needs(sequences=2))
+    run = recorded(request, tmp_path, talk)
     trace = run.trace
     assert run.stats.experts_promoted + run.stats.experts_demoted > 0
     assert set(trace.arrays["sequences"].tolist()) == {0, 1, 2}
-    assert len(trace.restored()) == 3  # the two forks together, the third, the copy
+    assert len(trace.restored()) == 3  # the first two forks together, the third fork, the copy
     _, policy = replayed(trace, SPEEDS[1], Compute(1000.0, 1000.0))
     for mine, its in zip((*policy.use.sums, policy.use.past), run.said, strict=True):
         assert mine == pytest.approx(its, rel=1e-6)
-    # A policy that knows nothing of sequences plays it too.
+    # A policy without knowledge of sequences can replay the trace too.
     reported(trace, policy="lru", expert_ram=1 << 22)

@@ -1,4 +1,4 @@
-"""Slices that are not what was written: found where they are read, and never computed with."""
+"""Damaged slices: they are detected when they are read, and never used in a computation."""
 
 import os
 import random
@@ -29,8 +29,8 @@ from .transition_driver import HIGH, LOW, Driver, ExpertFile
 DAMAGES = 100 if os.environ.get("MOE_EDGE_SLOW") else 9
 PAGE_BYTES = 4096
 TOKENS = drawn(24, 5)
-# How a model may run: slots that the store fills while it computes, in one tier and in two, all of
-# it filled at the start, and llama.cpp alone.
+# Ways to run a model: the store fills slots while it computes, in one tier and in two; the store
+# loads everything at the start; llama.cpp alone.
 SLOTS = {"expert_ram": 3 << 20}
 RUNS = {
     "lru": {"policy": "lru", **SLOTS},
@@ -40,7 +40,7 @@ RUNS = {
 }
 
 
-def test_the_checksum_is_zlibs(library):
+def test_checksums_equal_zlibs(library):
     data = np.random.default_rng(1).integers(0, 256, 5000, np.uint8)
     for start, n in ((0, 0), (0, 1), (3, 15), (1, 64), (7, 63), (5, 128), (2, 4000), (0, 5000)):
         piece = data[start : start + n]
@@ -50,7 +50,7 @@ def test_the_checksum_is_zlibs(library):
 
 
 def use(driver, experts):
-    """One step that uses these experts of layer 1; why it failed, if it did."""
+    """Run a step that uses these experts of layer 1. Return the error, or None."""
     driver.store.begin_step(Phase.DECODE)
     try:
         driver.apply(1, experts)
@@ -64,14 +64,14 @@ def use(driver, experts):
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_slice_of_several_parts(library, tmp_path, part):
-    """Whichever part the damage is in; the others arrive in any order."""
+    """Damage in any of the four parts of a slice is detected. The parts arrive in any order."""
     file = ExpertFile(tmp_path / "experts.bin", 1, (1_900_001,))
     at = file.start(1, GATE, HIGH, 2) + part * 600_000
     flip(file.path, at)
     driver = Driver(file, library, slots=(4,))
     with driver.store as store:
         assert use(driver, [0, 1]) is None
-        for _ in range(2):  # it does not count as seen
+        for _ in range(2):  # a damaged slice is not remembered as verified
             sentence = use(driver, [2])
             assert sentence is not None and sentence.endswith(
                 f"experts.bin: tensor blk.1.ffn_gate_exps.weight (q4_K): offset "
@@ -82,8 +82,8 @@ def test_a_slice_of_several_parts(library, tmp_path, part):
         assert use(driver, [2, 3]) is None
 
 
-def test_behind_a_device(library, tmp_path, device):
-    """What the host tier holds was compared before."""
+def test_damage_on_a_device(library, tmp_path, device):
+    """A slice is verified before it enters the host cache."""
     file = ExpertFile(tmp_path / "experts.bin")
     flip(file.path, file.start(1, DOWN, LOW, 0) + 8_000)
     driver = Driver(file, library, slots=(2, 3), device=device)
@@ -95,25 +95,25 @@ def test_behind_a_device(library, tmp_path, device):
 
 
 @pytest.fixture(scope="module")
-def sound(library, packed):
+def valid(library, packed):
     return packed("q8_0", "q2_k")
 
 
 def logits(model, how):
-    """Those behind a prompt. Raises MoeEdgeError."""
-    # Without exact tiers the copy that dymoe computes with is whichever is there in time.
+    """Return the logits after a prompt. Raises MoeEdgeError."""
+    # Without exact tiers, dymoe may compute with any copy that arrives in time.
     exact = {"exact_tiers": True} if how == "dymoe" else {}
     with opened(model, ubatch=32, **RUNS[how], **exact) as runtime, runtime.evaluator() as e:
         return np.array(e.eval(TOKENS, 0))
 
 
 @pytest.fixture(scope="module")
-def right(sound):
-    return {how: logits(sound, how) for how in RUNS}
+def right(valid):
+    return {how: logits(valid, how) for how in RUNS}
 
 
 def damage(data, number):
-    """A bit, a page of zeros, or a cut, anywhere."""
+    """Damage one bit or one page, or cut the file, at a random place. Return which."""
     rng = random.Random(f"damage {number}")
     how = ("bit", "page", "cut")[number % 3]
     if how == "bit":
@@ -128,10 +128,12 @@ def damage(data, number):
 
 
 @pytest.mark.parametrize("number", range(DAMAGES))
-def test_random_damage_is_found_or_not_read(sound, right, tmp_path, number):
-    """verify finds all of it. A run names the file, or never read what is damaged: then its logits
-    are those of the sound file to the bit."""
-    data = bytearray(sound.read_bytes())
+def test_random_damage_is_found_or_not_read(valid, right, tmp_path, number):
+    """`verify` finds all damage. A run fails and names the file, or never reads the damaged bytes.
+
+    In the second case its logits equal those of the valid file, bit for bit.
+    """
+    data = bytearray(valid.read_bytes())
     how = damage(data, number)
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
@@ -146,11 +148,11 @@ def test_random_damage_is_found_or_not_read(sound, right, tmp_path, number):
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
+def test_a_damaged_slice_that_is_read_is_an_error(valid, tmp_path, how):
     path = tmp_path / "damaged.gguf"
-    path.write_bytes(sound.read_bytes())
-    with ExpertModel.open(sound) as model:
-        for kind in model.slices[1]:  # every expert of a layer: a prompt reads some of them
+    path.write_bytes(valid.read_bytes())
+    with ExpertModel.open(valid) as model:
+        for kind in model.slices[1]:  # a prompt reads some experts of the layer
             if kind[0] is not None:
                 for expert in range(model.n_expert):
                     flip(path, kind[0].offset + expert * kind[0].expert_bytes + 9)
@@ -164,10 +166,10 @@ def test_a_damaged_slice_that_is_read_is_an_error(sound, tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["lru", "plain"])
-def test_a_damaged_tensor_that_is_no_expert_is_an_error(sound, tmp_path, how):
+def test_a_damaged_dense_tensor_is_an_error(valid, tmp_path, how):
     path = tmp_path / "damaged.gguf"
-    path.write_bytes(sound.read_bytes())
-    with GGUFFile.open(sound) as file:
+    path.write_bytes(valid.read_bytes())
+    with GGUFFile.open(valid) as file:
         info = file.tensors["blk.2.attn_q.weight"]
     flip(path, info.offset + info.nbytes - 1)
     with pytest.raises(MoeEdgeError) as caught:
@@ -182,7 +184,7 @@ NAN_F16, NAN_F32 = np.float16("nan").tobytes(), np.float32("nan").tobytes()
 
 @pytest.fixture
 def plain_model(tiny_model, tmp_path):
-    """An ordinary file, without checksums."""
+    """An ordinary file without checksums."""
     return repack(tiny_model("qwen3moe", "q8_0"), tmp_path / "plain.gguf")
 
 
@@ -191,7 +193,11 @@ def plain_model(tiny_model, tmp_path):
     "tensor", ["blk.0.attn_norm.weight", "output_norm.weight", "blk.1.ffn_gate_inp.weight"]
 )
 def test_nan_in_a_norm_or_a_router_is_found_while_the_model_loads(plain_model, tensor, policy):
-    """llama.cpp rounds activations to 8 bits, which makes numbers of NaN."""
+    """NaN in a norm or router is found at load time.
+
+    llama.cpp rounds activations to 8 bits, which turns NaN into ordinary numbers, so a step would
+    not show it.
+    """
     offset = overwrite(plain_model, tensor, NAN_F32)
     with pytest.raises(DamagedError) as caught:
         opened(plain_model, policy=policy)
@@ -201,8 +207,10 @@ def test_nan_in_a_norm_or_a_router_is_found_while_the_model_loads(plain_model, t
 @pytest.mark.parametrize("policy", ["plain", "lru"])
 @pytest.mark.parametrize("tensor", ["blk.0.attn_q.weight", "blk.0.ffn_down_exps.weight"])
 def test_a_step_that_computes_nan_fails(plain_model, tensor, policy):
-    """A NaN scale of a quantized block: what chat, eval and the server get is one sentence, and
-    verify names the tensor."""
+    """A NaN scale in a quantized block fails the step with one sentence.
+
+    `verify` names the tensor.
+    """
     overwrite(plain_model, tensor, NAN_F16)
     said = "the model computed NaN among the logits of a token"
     with (
@@ -220,8 +228,8 @@ def test_a_step_that_computes_nan_fails(plain_model, tensor, policy):
         answered(runtime, TOKENS, 3)
 
 
-def test_a_process_that_llama_ends_says_one_sentence(plain_model, tmp_path):
-    """A rotation of nothing is right for some architectures, and asserted against by others."""
+def test_an_abort_in_llama_cpp_prints_one_sentence(plain_model, tmp_path):
+    """A rope dimension of 0 is valid for some architectures. For others llama.cpp aborts."""
     path = repack(plain_model, tmp_path / "odd.gguf", **{"rope.dimension_count": 0})
     result = python(*MOE_EDGE, "chat", "-m", path, "-p", "hello")
     assert (result.returncode, result.stdout) == (ABORTED, "")

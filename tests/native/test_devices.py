@@ -1,4 +1,4 @@
-"""Devices as the C interface hands them out, and what a slot on one takes."""
+"""Devices of the C interface, and the size of a slot on a device."""
 
 import ctypes
 
@@ -24,7 +24,7 @@ def test_a_device_is_found_once(library):
     assert 0 < found.memory_bytes < found.total_bytes
     assert find_device(library, "host").handle == found.handle
     assert find_device(library, "host:5").handle != found.handle
-    # its placeholders are those of a store in memory: the CPU computes
+    # the host device uses the buffer type of a store in memory, because the CPU computes
     assert library.device_buffer_type(found.handle) == library.buffer_type()
 
 
@@ -40,7 +40,7 @@ def test_a_missing_gpu_is_refused_with_the_reason(library):
 
 
 def test_a_library_without_a_gpu_has_no_flash_attention_there(one):
-    """Whether attention is flash is the backend's own answer."""
+    """The backend itself answers whether it supports flash attention."""
     with ExpertModel.open(one) as model:
         assert not runs_flash(Bindings.load(), 0, model, "f16")
 
@@ -48,7 +48,7 @@ def test_a_library_without_a_gpu_has_no_flash_attention_there(one):
 def test_copies_are_timed(library):
     device = find_device(library, "host")
     speed = measure_device(library, device, 1)
-    assert speed.pinned == 0  # main memory is not pinned for itself
+    assert speed.pinned == 0  # host memory is not pinned for the host device
     assert speed.compute > MIB
     assert speed.pageable > MIB
     assert speed.round_trip_us > 0
@@ -56,8 +56,8 @@ def test_copies_are_timed(library):
     assert library.device_measure(device.handle, 1 << 62, 1, ctypes.byref(no_room)) == -1
 
 
-def test_what_is_measured_on_a_clock_that_is_played(compile_native):
-    """Copies, reads, the host's products and its threads' waking: each comes out as it was."""
+def test_measurements_on_a_simulated_clock(compile_native):
+    """Measured times of copies, reads, host products and wake-ups equal the simulated ones."""
     parts = [PATCHES / f"native/moe-edge-{part}.cpp" for part in ("devices", "workers")]
     sources = [HERE / "measure_test.cpp", *parts, PATCHES / "native/moe-edge-host-device.cpp"]
     libraries = ("ggml", "ggml-cpu", "ggml-base")
@@ -67,7 +67,7 @@ def test_what_is_measured_on_a_clock_that_is_played(compile_native):
 
 @pytest.mark.parametrize("quant", [each for each in GGMLType if BLOCK[each].bytes])
 def test_slot_bytes_agree_with_python(library, quant):
-    """What the planner counts is what the store will take."""
+    """The planner's slot size equals the store's, for every type."""
     block = BLOCK[quant].weights
     for length in (block, 3 * block, 512, 768, 1408 // block * block, 2048):
         if length % block == 0:

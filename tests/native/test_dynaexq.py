@@ -1,4 +1,4 @@
-"""DynaExq end to end: what is resident is what is computed, and no token waits."""
+"""dynaexq on a model: the resident tier is computed, and no token waits."""
 
 import json
 from contextlib import closing
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import needs_in
 
 from orchestrator.allocation.pools import Places, TierPools
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.events import ABSENT, Phase
+from orchestrator.plan.records import PlanRequest
 from orchestrator.policy import dynaexq
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
@@ -18,16 +20,17 @@ from .conftest import build, drawn, greedy, until
 
 PROMPT = drawn(40)
 DEMO = Path(__file__).parents[2] / "models/demo/moe-edge-demo.gguf"
-PLENTY = 64 << 20
+AMPLE = 64 << 20
 
 
 def opened(model, answering=None, **options):
-    usual = {"policy": "dynaexq", "expert_ram": PLENTY, "ubatch": 32, "use_extra_bufts": False}
-    return Runtime.open(build(model, **(usual | options)), answering=answering)
+    usual = {"policy": "dynaexq", "expert_ram": AMPLE, "ubatch": 32, "use_extra_bufts": False}
+    needs = needs_in(options)
+    return Runtime.open(PlanRequest(build(model, **(usual | options)), needs), answering=answering)
 
 
 def logits(e):
-    """Of a prompt in two chunks and of greedy decoding."""
+    """Logits of a prompt in two chunks and of 12 greedily decoded tokens."""
     return greedy(e, PROMPT, 12)
 
 
@@ -37,17 +40,19 @@ def run(model, **options):
 
 
 def arrive(e):
-    """Until every transition is complete, and one step further, so that it is published."""
+    """Wait until every transition is complete and published."""
     until(
         lambda: np.equal(*e.inside.store.states()).all(),
         lambda: e.inside.store.begin_step(Phase.DECODE),
     )
 
 
-def test_promoting_everything(both, tiny_model, monkeypatch, device):
-    """From the low file to the high one and back, by transitions alone; also on a device."""
+def test_logits_after_a_promotion_and_a_demotion_of_all_experts(
+    both, tiny_model, monkeypatch, device
+):
+    """Logits equal those of the high file, and after the demotion those of the low file."""
 
-    def room_for_both(shape, _budget, _most):
+    def pools_for_all(shape, _budget, _most):
         every = [shape.n_expert] * shape.n_layers
         places = [Places((tier,), every, reserve=False) for tier in (0, 1)]
         return TierPools(shape, places), [0] * shape.n_layers
@@ -56,22 +61,22 @@ def test_promoting_everything(both, tiny_model, monkeypatch, device):
         run(tiny_model("qwen3moe", tier), policy="plain", expert_ram=None)
         for tier in ("q4_k", "q2_k")
     )
-    monkeypatch.setattr(dynaexq, "resident_plan", room_for_both)
+    monkeypatch.setattr(dynaexq, "resident_plan", pools_for_all)
     with opened(both, device=device or "cpu", update_steps=0) as runtime, runtime.evaluator() as e:
         store = e.inside.store
-        everyone = np.argwhere(store.resident() == 1).tolist()
+        experts = np.argwhere(store.resident() == 1).tolist()
         np.testing.assert_array_equal(logits(e), low)
         for tier, expected in ((0, high), (1, low)):
-            assert store.transition([(*each, tier) for each in everyone]) == len(everyone)
+            assert store.transition([(*each, tier) for each in experts]) == len(experts)
             arrive(e)
             np.testing.assert_array_equal(logits(e), expected)
         stats = store.stats()
-        assert stats.experts_promoted == stats.experts_demoted == len(everyone)
+        assert stats.experts_promoted == stats.experts_demoted == len(experts)
         assert bool(sum(stats.copy_bytes)) == bool(sum(stats.host_hits)) == bool(device)
         store.check()
 
 
-def test_where_low_copies_do_not_fit_they_are_cached(both, tiny_model):
+def test_low_copies_that_do_not_fit_are_cached(both, tiny_model):
     reference = run(tiny_model("qwen3moe", "q2_k"), policy="plain", expert_ram=None)
     with pytest.raises(BudgetError, match="smallest that works with the policy dynaexq") as refused:
         run(both, expert_ram=1, hot_experts=0)
@@ -87,7 +92,7 @@ def test_where_low_copies_do_not_fit_they_are_cached(both, tiny_model):
 
 
 def test_no_token_waits_while_the_topic_changes():
-    """The demo model with a third of its experts high, over several texts."""
+    """With a third of the demo model's experts high, promotions never make a token wait."""
     options = {"high_tier": "q4_k", "low_tier": "q2_k", "hot_experts": 5, "update_steps": 8}
     with opened(DEMO, Answering(), ctx=1024, ubatch=128, **options) as runtime:
         assert "5 of 16 experts a layer high" in runtime.mode
@@ -106,7 +111,7 @@ def test_no_token_waits_while_the_topic_changes():
             assert last["mix"] == last["computed"] and set(last["mix"]) == {"q4_k", "q2_k"}
             asked += 1
 
-        # a slow disk takes more than two answers
+        # on a slow disk, promotions take longer than two answers
         until(lambda: asked >= 2 and store.stats().experts_promoted, ask)
         stats, told = store.stats(), runtime.stats().policy
         assert 0 <= stats.experts_demoted - stats.experts_promoted <= 4
@@ -120,8 +125,8 @@ def test_no_token_waits_while_the_topic_changes():
         store.check()
 
 
-def test_counts_are_what_was_routed(both):
-    """Of a prompt, a token, and three sequences together."""
+def test_counts_equal_the_routed_experts(both):
+    """A step's counts equal the routed experts of a prompt, one token, and three sequences."""
     with opened(both, update_steps=0, sequences=3) as runtime, runtime.evaluator() as e:
         policy = e.inside.policy
         seen = []
@@ -139,7 +144,7 @@ def test_counts_are_what_was_routed(both):
         for sequence in range(3):
             e.fork(sequence)
         e.decode_batch([7, 8, 7], [0, 1, 2])
-        # the last layer of a prompt sees only the token that has an output
+        # in a prompt's last layer, only the token with logits is routed
         assert seen[0].sum(axis=1).tolist() == [20 * k] * (n_layers - 1) + [k]
         for counts, n_tokens in zip(seen[1:], (1, 3), strict=True):
             assert counts.sum(axis=1).tolist() == [n_tokens * k] * n_layers
@@ -147,13 +152,13 @@ def test_counts_are_what_was_routed(both):
         assert not e.inside.store.take_counts().any()
 
 
-def test_hotness_outlives_the_engine(both, tmp_path):
+def test_hotness_is_kept_in_the_profile(both, tmp_path):
     options = {"hot_experts": 2, "profile": tmp_path / "hot.json"}
     with opened(both, **options) as runtime:
         with runtime.evaluator() as e:
             logits(e)
         learned = runtime.inside.policy.learned().hotness
-        runtime.set(policy="lru")  # and back: nothing is forgotten
+        runtime.set(policy="lru")  # switching policies keeps what was learned
         runtime.set(policy="dynaexq")
         np.testing.assert_array_equal(runtime.inside.policy.learned().hotness, learned)
     with opened(both, **options, update_steps=0) as runtime, runtime.evaluator() as e:
@@ -162,7 +167,7 @@ def test_hotness_outlives_the_engine(both, tmp_path):
         assert found == [sorted(row) for row in expected.tolist()]
 
 
-def test_what_does_not_go_together_is_refused(one, both, tmp_path):
+def test_conflicting_settings_are_refused(one, both, tmp_path):
     with pytest.raises(PolicyError, match="--low FILE"):
         run(one)
     with pytest.raises(PolicyError, match="not --low-tier skip"):
@@ -179,13 +184,15 @@ def test_what_does_not_go_together_is_refused(one, both, tmp_path):
         (0.9, None, "q4_k/q2_k"),
         (1.2, None, "q8_0/q4_k"),
         (5.0, None, "q8_0/q4_k"),
-        (0.9, "q8_0", "q8_0/q2_k"),  # the smaller low tier, since q4_k does not fit
+        (0.9, "q8_0", "q8_0/q2_k"),  # q2_k, because q4_k does not fit
         (1.2, "q8_0", "q8_0/q4_k"),
     ],
 )
-def test_the_pair_is_the_best_that_fits(three, budget_share, high, pair):
-    """Low copies of all experts in the best tier possible, high ones in the next better, or in
-    the one that was named."""
+def test_the_best_pair_of_tiers_that_fits_is_used(three, budget_share, high, pair):
+    """The low tier is the best one in which all experts fit.
+
+    The high tier is the next better one, or the named one.
+    """
     with (
         opened(three, policy="lru", high_tier="q4_k", expert_ram=None) as runtime,
         runtime.evaluator() as e,

@@ -1,4 +1,4 @@
-"""The C interface and the executor, without Python in between."""
+"""The C interface and the executor, tested without Python."""
 
 import subprocess
 
@@ -10,11 +10,11 @@ from patches.upstream import PATCHES
 from .conftest import HERE, greedy, opened, run_program
 
 NATIVE = PATCHES / "native"
-STORE_ROOMS = (
+STORE_SOURCES = (
     *("store", "store-c", "steps", "transitions", "check", "staging", "host-tier", "host-device"),
     *("in-place", "workers", "crc32", "cells", "slots", "reads", "loads", "open", "limit"),
 )
-STORE = [NATIVE / f"moe-edge-{room}.cpp" for room in STORE_ROOMS]
+STORE = [NATIVE / f"moe-edge-{source}.cpp" for source in STORE_SOURCES]
 SANITIZERS = ("thread", "address,undefined")
 
 
@@ -28,29 +28,33 @@ def test_header_is_plain_c(tmp_path, standard):
 
 
 def test_mixed_tiers_against_references(compile_native, tmp_path):
-    """One tier: upstream's op bit for bit. Mixed: a plain dot product, NMSE below 5e-4."""
+    """One tier equals upstream's op bit for bit.
+
+    The NMSE of mixed tiers is below 5e-4 against plain dot products.
+    """
     program = compile_native("executor_test", [HERE / "executor_test.cpp"], "-std=c++17")
     output = run_program(program, tmp_path)
     assert "180 cases" in output
     assert "own layout" in output
 
 
-def test_host_threads_multiply_rows_as_each_alone(compile_native):
+def test_products_by_host_threads_equal_single_rows(compile_native):
     sources = [HERE / "workers_test.cpp", NATIVE / "moe-edge-workers.cpp"]
-    assert "but for rounding" in run_program(compile_native("workers_test", sources, "-std=c++17"))
+    program = compile_native("workers_test", sources, "-std=c++17")
+    assert "equal except for rounding" in run_program(program)
 
 
 @pytest.mark.parametrize(
     ("name", "sources", "sanitizer", "said"),
     [
         ("cells_test", ["cells"], "address,undefined", "states of a load"),
-        ("slots_test", ["slots"], "address,undefined", "as the list says"),
+        ("slots_test", ["slots"], "address,undefined", "equal to the list"),
         ("reads_test", ["reads", "crc32"], "address,undefined", "in their order and at their rate"),
         ("reads_test", ["reads", "crc32"], "thread", "in their order and at their rate"),
     ],
 )
 def test_a_part_alone(name, sources, sanitizer, said, compile_native, tmp_path):
-    """Cells, slots and reads, each by its own source and nothing else of the store."""
+    """Test cells, slots and reads, each without the other sources of the store."""
     files = [HERE / f"{name}.cpp", *(NATIVE / f"moe-edge-{source}.cpp" for source in sources)]
     flags = ("-std=c++17", f"-fsanitize={sanitizer}", "-DMOE_EDGE_PART_BYTES=4096")
     program = compile_native(f"{name}_{sanitizer[:6]}", files, *flags, libraries=())
@@ -59,7 +63,7 @@ def test_a_part_alone(name, sources, sanitizer, said, compile_native, tmp_path):
 
 @pytest.fixture(scope="module", params=SANITIZERS)
 def compile_stress(request, compile_native):
-    """compile_stress(name): NAME.cpp with the store's own sources, under a sanitizer."""
+    """compile_stress(name): NAME.cpp and the store's sources, compiled with a sanitizer."""
     name = request.param.partition(",")[0]
     flags = ("-std=c++17", f"-fsanitize={request.param}", "-DMOE_EDGE_PART_BYTES=4096")
     libraries = ("ggml-cpu", "ggml-base")
@@ -75,9 +79,12 @@ def compile_stress(request, compile_native):
 
 
 def test_store_under_stress(compile_stress, tmp_path):
-    """Threads, pools of one slot, tiers that share slots, a thousand limits, promotions, skips,
-    prefetches, parts of them that cannot be read, and a truncated file: every byte is the byte on
-    disk, and every invariant holds at every instant; in host memory, and on a device."""
+    """Under load, every byte equals the byte on disk, and `moe_edge_check` passes at any moment.
+
+    The program covers threads, pools with one slot, tiers that share slots, a thousand limits,
+    promotions, skips and prefetches. It also covers unreadable parts and a truncated file. It runs
+    in host memory and on a device.
+    """
     program = compile_stress("store_stress")
     for device in ([], [100]):
         output = run_program(program, tmp_path, 1, 7, *device)
@@ -89,23 +96,27 @@ def test_store_under_stress(compile_stress, tmp_path):
 
 
 def test_an_executor_that_never_waits(compile_stress, tmp_path):
-    """10,000 steps of swaps, computing and skips on a device, in its order alone: late copies,
-    poisoned slots, no wrong row, misses copied or computed by the host; misses shared by speeds; a
-    reader beside a load that a cut step left; then under fixed tables; then the device is lost."""
+    """10,000 steps of swaps, computing and skips on a device, ordered only by its tickets.
+
+    Covers late copies, poisoned slots, misses that are copied or computed by the host, and misses
+    divided by speed. Also covers a reader next to a load of an aborted step, static tables, and a
+    lost device.
+    No row is wrong.
+    """
     output = run_program(compile_stress("device_stress"), tmp_path, 10_000, 3)
     assert output.count("none wrong") == 6
     assert "places: by speed" in output
-    assert "brought up to date" in output
+    assert "tables uploaded" in output
     assert output.count("remembered for the slot") == 1
     assert "then refused by the host's memory" in output
     assert output.count("ahead: ") == 1
-    assert "published when they had passed" in output
-    assert "told once" in output
+    assert "published when they had completed" in output
+    assert "reported once" in output
     assert output.count("lost device: reported") == 2
 
 
 def test_model_without_python(compile_native, one):
-    """A C program decodes with experts on disk and gets the tokens that an evaluator gets."""
+    """A C program decodes with experts on disk and gets the same tokens as an evaluator."""
     program = compile_native("plain_c", [HERE / "plain_c.c"], "-std=c11")
     prompt, n = [5, 6, 7, 8], 16
     tokens, memory = run_program(program, one, 2, n, *prompt).splitlines()
@@ -122,9 +133,8 @@ def test_model_without_python(compile_native, one):
 
 
 def test_upstreams_own_operator_tests(operator_tests):
-    """The plain op is what it was. They compare backends, so a second CPU backend stands for the
-    reference."""
-    # all of them take over ten minutes
+    """Upstream's operator tests pass, with a second CPU backend as the reference."""
+    # all operator tests would take over ten minutes
     some = "type_a=(q8_0|q4_K|q2_K),type_b=f32,n_mats=(4|8),n_used=[1-4],b=.,m=512,n=(1|32),"
     output = run_program(operator_tests, "test", "-o", "MUL_MAT_ID", "-b", "CPU", "-p", some)
     assert "56/56 tests passed" in output

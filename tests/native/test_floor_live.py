@@ -1,5 +1,4 @@
-"""floor on a model: the refusal without a table, a replay of its run, and an evaluation in virtual
-time."""
+"""`floor` on a model: refused without a loss table, replayed, and evaluated in virtual time."""
 
 import json
 
@@ -23,7 +22,7 @@ N_EXPERT = 8
 
 
 def save_table(path, model, **ranges):
-    """A skipped expert loses as much as its index says."""
+    """Write a loss table in which skipping expert i has the power 1 + i."""
     fit, power = (0.02, ("q4_k", "q2_k", "skip")), 1.0 + np.arange(N_EXPERT)
     save_losses(path, model, [0.0, 0.1], power=power, gates=0.1, fit=fit, **ranges)
 
@@ -44,13 +43,16 @@ def unfitted(data):
 
 TABLES = [
     (None, "has no loss table: run `moe-edge calibrate"),
-    (lambda data: json.dumps({**data, "version": 2}), "has another format version: make it again"),
+    (
+        lambda data: json.dumps({**data, "version": 2}),
+        "has another format version: run `moe-edge calibrate",
+    ),
     (
         lambda data: json.dumps({**data, "model": "0" * 64}),
         "another file .*run `moe-edge calibrate",
     ),
-    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: make it again"),
-    (infinite, "not a loss table, or damaged: make it again"),
+    (lambda data: json.dumps(data)[:-9], "not a loss table, or damaged: run `moe-edge calibrate"),
+    (infinite, "not a loss table, or damaged: run `moe-edge calibrate"),
     (unfitted, "no factors that make KL .*run `moe-edge calibrate"),
 ]
 
@@ -59,8 +61,11 @@ TABLES = [
     "asked", [{"policy": "floor"}, {"max_loss": 0.01}, {"policy": "floor", "max_loss": 0.0}]
 )
 @pytest.mark.parametrize(("damage", "said"), TABLES)
-def test_it_is_refused_without_a_table(damage, said, asked, both, tmp_path):
-    """Before anything is loaded, in one line; a model that may not change to it goes on."""
+def test_refused_without_a_valid_loss_table(damage, said, asked, both, tmp_path):
+    """The refusal is one line, before anything is loaded.
+
+    A running model with another policy continues.
+    """
     model = tmp_path / both.name
     model.symlink_to(both)
     table = losses.default_path(model)
@@ -85,8 +90,8 @@ def test_it_is_refused_without_a_table(damage, said, asked, both, tmp_path):
 
 
 @pytest.mark.parametrize("low", [None, "q2_k"])
-def test_it_says_what_it_lost_as_a_replay_does(low, both, tmp_path):
-    """What the run lost is known to the last digit."""
+def test_the_reported_loss_and_its_replay(low, both, tmp_path):
+    """The reported loss equals the meter's mean, and a replay stays below 1.2 times `max_loss`."""
     table = tmp_path / "t.json"
     save_table(table, both)
 
@@ -107,8 +112,8 @@ def test_it_says_what_it_lost_as_a_replay_does(low, both, tmp_path):
     assert other["runs"]["floor"]["kl_estimate"] == 0
 
 
-def test_it_is_judged_in_virtual_time(both, tmp_path):
-    """The same whatever memory and disk there are in truth; another disk is another result."""
+def test_evaluation_in_virtual_time(both, tmp_path):
+    """Results depend on the simulated disk only, not on the real memory and disk."""
     table, text = tmp_path / "t.json", tmp_path / "t.txt"
     save_table(table, both)
     text.write_text("The fox sat by the river and looked at the boats. " * 4)
@@ -131,10 +136,11 @@ def test_it_is_judged_in_virtual_time(both, tmp_path):
 
 @pytest.mark.parametrize(("routing", "halved"), [((-9.0, 9.0), False), ((8.0, 9.0), True)])
 @pytest.mark.parametrize("virtual", [False, True])
-def test_a_text_unlike_those_of_the_table_gets_half_of_the_limit(
-    virtual, routing, halved, both, tmp_path, monkeypatch
-):
-    """From the first tokens that are judged on; both front ends of the policy say so."""
+def test_unusual_routing_halves_the_limit(virtual, routing, halved, both, tmp_path, monkeypatch):
+    """`max_loss` is halved if the routing is outside the range of the loss table.
+
+    This starts after the first 24 tokens. Evaluation and answers report the halved limit.
+    """
     monkeypatch.setattr("orchestrator.runtime.driver.ROUTING_TOKENS", 24)
     table, text = tmp_path / "t.json", tmp_path / "t.txt"
     save_table(table, both, routing=routing)

@@ -1,4 +1,4 @@
-"""Experts that come in while nothing is asked for: the answers stay, and nothing else goes."""
+"""Idle reads: logits do not change, and nothing is evicted."""
 
 import os
 import signal
@@ -8,11 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 from answering import answered
+from asking import needs_in
 
 from gguf_tools import interrupts
 from orchestrator.errors import ConfigError
 from orchestrator.events import ABSENT
 from orchestrator.lab.replay.record import Recorder
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.runtime import Runtime
 
@@ -28,17 +30,18 @@ def policy(request):
 
 
 def opened(model, policy, answering=None, **settings):
+    needs = needs_in(settings)
     config = conftest.build(model, 0.6, policy=policy, use_extra_bufts=False, **settings)
-    return Runtime.open(config, answering=answering)
+    return Runtime.open(PlanRequest(config, needs), answering=answering)
 
 
 def begin_idle(e, used=None):
-    """Begin to read what is likely to be used into free slots."""
+    """Start to read likely experts into free slots."""
     e.inside.driver.idle(used, lambda: None)
 
 
 def idle(e, used=None):
-    """Everything that comes in has come in."""
+    """Run the idle reads to their end."""
     driver = e.inside.driver
     begin_idle(e, used)
     driver._idle.wait()
@@ -47,7 +50,7 @@ def idle(e, used=None):
 
 
 def logits(e, between=lambda: None):
-    """Of a prompt and eight tokens of its answer."""
+    """Logits of a prompt and of eight tokens of its answer."""
     rows = [e.eval(PROMPT, 0)[-1]]
     for i in range(8):
         between()
@@ -56,21 +59,22 @@ def logits(e, between=lambda: None):
 
 
 def test_answers_are_the_same(policy, device, one):
+    """Idle reads before or during an answer do not change its logits."""
     where = {"device": device} if device else {}
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
         expected = logits(e)
     with opened(one, policy, **where) as runtime, runtime.evaluator() as e:
-        e.cancel()  # a stopped answer does not keep it from reading
-        assert idle(e).brought > 0
+        e.cancel()  # a cancelled answer does not prevent idle reads
+        assert idle(e).prefetched > 0
         np.testing.assert_array_equal(logits(e), expected)
-        # a request may come at any moment: it ends what is going on
+        # a request can come at any moment and ends the idle reads
         np.testing.assert_array_equal(logits(e, partial(begin_idle, e)), expected)
         e.inside.store.check()
         with pytest.raises(ConfigError, match="load the model again to record it"):
             Recorder(e.inside)
 
 
-def test_what_was_used_most_is_in_memory_afterwards(policy, one):
+def test_the_most_used_experts_are_resident_afterwards(policy, one):
     with opened(one, policy, Answering(reads_ahead=False), remember=True) as runtime:
         answered(runtime, PROMPT, 16)
         used = runtime.inside.driver.used()
@@ -90,12 +94,12 @@ def test_what_was_used_most_is_in_memory_afterwards(policy, one):
         stats = store.stats()
         assert stats.evictions == 0
         assert stats.slot_bytes_peak <= stats.budget_bytes
-        brought = driver.brought  # the last ones may lack a matrix that has no free slot
-        assert brought >= resident.sum() > 0
-        assert idle(e, kept).brought == brought  # slots are full: nothing is exchanged
+        prefetched = driver.prefetched  # the last experts may lack a matrix without a free slot
+        assert prefetched >= resident.sum() > 0
+        assert idle(e, kept).prefetched == prefetched  # slots are full, so nothing is exchanged
 
 
-def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
+def test_a_truncated_file_fails_the_step_that_needs_it(one, tmp_path):
     copy = tmp_path / "short.gguf"
     whole = one.read_bytes()
     copy.write_bytes(whole)
@@ -107,8 +111,8 @@ def test_a_file_that_was_cut_is_told_by_the_token_that_needs_it(one, tmp_path):
             e.eval(PROMPT, 0)
 
 
-def test_every_step_waits_until_it_has_ended(one):
-    """No thread reads for nobody while tokens need what it would take."""
+def test_every_step_ends_idle_reads_first(one):
+    """When a step begins, the thread of the idle reads has ended."""
     calls = {
         "eval": lambda e: e.eval(PROMPT, 0),
         "decode_batch": lambda e: e.decode_batch([7], [0]),
@@ -123,7 +127,8 @@ def test_every_step_waits_until_it_has_ended(one):
             assert begun and all(begun), name
 
 
-def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
+def test_ctrl_c_at_the_start_of_idle_reads(one, monkeypatch):
+    """After Ctrl-C at the start of idle reads, the model evaluates and can be closed."""
     start = threading.Thread.start
 
     def interrupted(thread):
@@ -138,7 +143,7 @@ def test_ctrl_c_while_it_starts_leaves_what_can_be_closed(one, monkeypatch):
         assert e.eval(PROMPT, 0).shape[0] == 1
 
 
-def test_closing_ends_it(one):
+def test_closing_ends_idle_reads(one):
     for _ in range(5):
         runtime = opened(one, "lru", remember=True)
         runtime.inside.driver.idle(None, lambda: None)
@@ -152,7 +157,7 @@ def test_an_answer_is_followed_by_reads_unless_they_are_off(one):
             answered(runtime, [5], 1)  # which leaves slots free
             idle_reads = runtime.inside.driver._idle
             if reads_ahead:
-                conftest.until(lambda: idle_reads.brought)  # noqa: B023
-            with runtime.evaluator() as e:  # which waits for their end
+                conftest.until(lambda: idle_reads.prefetched)  # noqa: B023
+            with runtime.evaluator() as e:  # the evaluator waits for the end of idle reads
                 e.eval(PROMPT, 0)
-            assert bool(idle_reads.brought) == reads_ahead
+            assert bool(idle_reads.prefetched) == reads_ahead

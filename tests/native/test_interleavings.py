@@ -1,5 +1,7 @@
-"""Every interleaving of promote, demote, publish, evict, a running step and an aborted one, beside
-what a reader of the paper would expect."""
+"""State machines over promote, demote, publish, evict, running steps and aborted steps.
+
+The store is compared with the rules of the DynaExq paper.
+"""
 
 from itertools import accumulate
 
@@ -35,13 +37,13 @@ experts = st.tuples(st.integers(0, N_LAYERS - 1), st.integers(0, N_EXPERT - 1))
 
 
 class Machine(RuleBasedStateMachine):
-    """A store at the beginning of a step. under_way: experts in transition, (from, to)."""
+    """A store at the beginning of a step. in_transition: experts in transition, as (from, to)."""
 
     file: ExpertFile
     library: Library
     device: str | None
     slots: tuple[int, ...]
-    pools: tuple[int, ...] | None  # of each tier
+    pools: tuple[int, ...] | None  # the pool of each tier
     simulated: bool
 
     def __init__(self):
@@ -49,7 +51,7 @@ class Machine(RuleBasedStateMachine):
         self.driver = Driver(
             self.file, self.library, self.slots, self.device, self.pools, self.simulated
         )
-        self.under_way = {}
+        self.in_transition = {}
 
     @rule()
     def hold(self):
@@ -60,26 +62,28 @@ class Machine(RuleBasedStateMachine):
         self.driver.arrive()
 
     def begin_step(self, phase):
-        """The experts that changed at the boundary: all that were complete, and of what else is
-        under way perhaps some that came meanwhile."""
+        """Begin a step and return the experts that changed.
+
+        All complete transitions are published. Those that complete meanwhile may be published too.
+        """
         store, landed = self.driver.store, self.driver.store.landed()
-        complete = {each for each in self.under_way if landed[each]}
+        complete = {each for each in self.in_transition if landed[each]}
         store.begin_step(phase)
         resident = store.resident()
         changed = []
-        for expert, (before, after) in list(self.under_way.items()):
+        for expert, (before, after) in list(self.in_transition.items()):
             if resident[expert] == after:
-                changed.append((expert, self.under_way.pop(expert)))
+                changed.append((expert, self.in_transition.pop(expert)))
             else:
                 assert expert not in complete and resident[expert] == before
         return changed
 
     @invariant()
-    def nothing_is_lost(self):
+    def counts_agree(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
-        for expert, (before, after) in self.under_way.items():
+        for expert, (before, after) in self.in_transition.items():
             assert (resident[expert], target[expert]) == (before, after)
         stats = store.stats()
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
@@ -90,16 +94,19 @@ class Machine(RuleBasedStateMachine):
 
 
 class Interleavings(Machine):
-    """A slot for every expert and two in reserve. visible: the version of each expert; free:
-    slots of each tier; running: the experts of the layers that a step has routed."""
+    """A slot for every expert, and two in reserve.
+
+    visible: the tier of each expert. free: free slots of each pool. running: routed experts by
+    layer.
+    """
 
     def __init__(self):
         super().__init__()
         high = {(0, 0), (0, 1), (1, 0)}
         self.driver.warm(high)
-        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
-        self.visible = {each: HIGH if each in high else LOW for each in everyone}
-        self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # of each pool
+        every_expert = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.visible = {each: HIGH if each in high else LOW for each in every_expert}
+        self.free = [self.slots[HIGH] - 3, self.slots[LOW] - 7, *self.slots[2:]]  # in each pool
         self.running = {}
         self.driver.store.begin_step(Phase.DECODE)
 
@@ -108,10 +115,10 @@ class Interleavings(Machine):
         if tier not in self.file.tiers:
             return
         before, pool = self.visible[expert], self.pool_of(tier)
-        possible = expert not in self.under_way and before != tier and self.free[pool] > 0
+        possible = expert not in self.in_transition and before != tier and self.free[pool] > 0
         assert self.driver.store.transition([(*expert, tier)]) == possible
         if possible:
-            self.under_way[expert] = before, tier
+            self.in_transition[expert] = before, tier
             self.free[pool] -= 1
 
     def pool_of(self, tier):
@@ -119,9 +126,9 @@ class Interleavings(Machine):
 
     @rule(expert=experts)
     def swap_into(self, expert):
-        """Demotes somebody high, so that `ask` finds a free high slot now and then."""
+        """Demote another high expert, so that `ask` sometimes finds a free high slot."""
         for other, tier in self.visible.items():
-            if tier == HIGH and other != expert and other not in self.under_way:
+            if tier == HIGH and other != expert and other not in self.in_transition:
                 self.ask(other, LOW)
                 return
 
@@ -129,12 +136,12 @@ class Interleavings(Machine):
     def arrive(self):
         super().arrive()
         landed = self.driver.store.landed()
-        for expert in self.under_way:
+        for expert in self.in_transition:
             assert landed[expert]
 
     @rule(phase=st.sampled_from(list(Phase)))
     def next_step(self, phase):
-        """A step boundary, after a whole step or an aborted one."""
+        """Begin a step after a complete or an aborted one."""
         for expert, (before, after) in self.begin_step(phase):
             self.free[self.pool_of(before)] += 1
             self.visible[expert] = after
@@ -160,7 +167,7 @@ class Interleavings(Machine):
         resident, target = store.states()
         assert np.array_equal(resident, store.resident())
         assert {expert: resident[expert] for expert in self.visible} == self.visible
-        for expert in self.visible.keys() - self.under_way.keys():
+        for expert in self.visible.keys() - self.in_transition.keys():
             assert target[expert] == self.visible[expert]
         stats = store.stats()
         assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
@@ -169,9 +176,11 @@ class Interleavings(Machine):
 
 
 class Evictions(Machine):
-    """Fewer slots than experts: what a token asks for evicts what was used longest ago, beside
-    transitions, aborted steps and reads that are held back. high: the matrices of each expert that
-    may be high; apart: experts of which some matrices may have been evicted, and others not."""
+    """Fewer slots than experts: a request evicts the least recently used expert.
+
+    Transitions, aborted steps and delayed reads happen meanwhile. high: the matrices of each expert
+    that may be high. apart: experts of which some matrices may have been evicted and others not.
+    """
 
     def __init__(self):
         super().__init__()
@@ -181,42 +190,44 @@ class Evictions(Machine):
         self.high = {(0, 0): set(KINDS)}
         self.apart = set()
         self.uneven = False
-        self.taken_back = 0  # transitions, before this step
+        self.n_cancelled = 0  # cancelled transitions before this step
 
     def published(self):
         stats = self.driver.store.stats()
         return int(stats.experts_promoted + stats.experts_demoted)
 
     def begin_step(self, phase):
-        """Begins a step, and returns the experts that changed."""
+        """Begin a step and return the experts that changed."""
         return self.concluding(lambda: self.driver.store.begin_step(phase), is_step=True)
 
     def concluding(self, act, is_step):
-        """Calls act, which concludes transitions: all that are complete if it begins a step, else
-        some of them. Returns the experts that changed. A transition whose slot a token needed was
-        taken back: what an aborted step reads to its end holds slots too."""
+        """Call act, which publishes transitions. Return the experts that changed.
+
+        At the beginning of a step all complete transitions are published, otherwise some of them. A
+        transition is cancelled if a token needs its slot. Reads of an aborted step hold slots too.
+        """
         store, landed = self.driver.store, self.driver.store.landed()
-        complete = {each for each in self.under_way if landed[each]}
+        complete = {each for each in self.in_transition if landed[each]}
         published = self.published()
         act()
         resident, target = store.states()
-        changed, taken_back = [], published - self.published()
-        for expert, (before, after) in list(self.under_way.items()):
+        changed, n_cancelled = [], published - self.published()
+        for expert, (before, after) in list(self.in_transition.items()):
             if (resident[expert], target[expert]) == (before, after):
                 assert expert not in complete or not is_step
                 continue
             if not is_step and target[expert] != resident[expert]:
-                continue  # taken back, which the next step notices
-            del self.under_way[expert]
-            taken_back += 1
+                continue  # cancelled; the next step counts it
+            del self.in_transition[expert]
+            n_cancelled += 1
             assert target[expert] == resident[expert]
             if resident[expert] == after:
                 changed.append((expert, (before, after)))
-            elif after == HIGH:  # a limit may have evicted some of it where it was published
+            elif after == HIGH:  # a limit may have evicted some matrices at publication
                 self.high[expert] = set(KINDS)
-        self.taken_back += taken_back
+        self.n_cancelled += n_cancelled
         failed = store.stats().transitions_failed
-        assert failed == self.taken_back or (failed > self.taken_back and not is_step)
+        assert failed == self.n_cancelled or (failed > self.n_cancelled and not is_step)
         for expert, (_, after) in changed:
             self.high[expert] = set(KINDS) if after == HIGH else set()
             self.apart.discard(expert)
@@ -224,28 +235,28 @@ class Evictions(Machine):
 
     @rule(expert=experts)
     def ask(self, expert):
-        """Two are under way at most, so that most tokens find slots that nobody holds."""
+        """Request a transition. At most two run at once, so that most tokens find free slots."""
         store = self.driver.store
         before = int(store.resident()[expert])
         after = LOW if before == HIGH else HIGH
-        if expert in self.under_way:
+        if expert in self.in_transition:
             assert store.transition([(*expert, after)]) == 0
-        elif len(self.under_way) < 2 and store.transition([(*expert, after)]):
-            # an absent one only where a read that an aborted step began has just ended
+        elif len(self.in_transition) < 2 and store.transition([(*expert, after)]):
+            # an absent expert is accepted only if a read of an aborted step has just completed
             assert store.resident()[expert] == 1 - after
-            self.under_way[expert] = 1 - after, after
+            self.in_transition[expert] = 1 - after, after
 
     @rule(
         abort=st.booleans(), layer=st.integers(0, 1), chosen=st.sets(st.integers(0, 4), max_size=2)
     )
     def run_step(self, abort, layer, chosen):
-        """Versions change at its beginning alone: what an expert had then, the step computes."""
+        """Run or abort a step. It computes the tier that an expert had at the step's beginning."""
         self.begin_step(Phase.DECODE)
         if not chosen:
             return
         self.experts_go_as_wholes()
         before = self.driver.store.resident()[layer]
-        under_way = dict(self.under_way)
+        in_transition = dict(self.in_transition)
         self.driver.apply(layer, sorted(chosen))
         if abort:
             self.uneven = True
@@ -253,37 +264,40 @@ class Evictions(Machine):
         seen = self.driver.use_matrices(layer, sorted(chosen))
         for expert, tiers in seen.items():
             each = layer, expert
-            told = f"{seen}, {before}, {under_way}, {self.high}, {self.apart}"
+            state = f"{seen}, {before}, {in_transition}, {self.high}, {self.apart}"
             high = {kind for kind, tier in tiers.items() if tier == HIGH}
-            assert max(tiers.values()) == (HIGH if before[expert] == HIGH else LOW), told
-            assert high <= self.high.get(each, set()), told
+            assert max(tiers.values()) == (HIGH if before[expert] == HIGH else LOW), state
+            assert high <= self.high.get(each, set()), state
             one = self.pools is None or each not in self.apart
-            assert len(set(tiers.values())) == 1 or not one, told
-            if each in under_way:
-                assert max(tiers.values()) == under_way[each][0], told
+            assert len(set(tiers.values())) == 1 or not one, state
+            if each in in_transition:
+                assert max(tiers.values()) == in_transition[each][0], state
             self.high[each] = high
 
     @precondition(lambda self: self.simulated)
     @rule(us=st.integers(0, 6))
     def pass_time(self, us):
-        """Reads take virtual time: what a step meets half read, it meets again."""
+        """Advance the virtual clock, so that a later step meets reads that are half complete."""
         self.driver.clock.advance(us * US)
 
     @invariant()
-    def nothing_is_lost(self):
+    def counts_agree(self):
         store = self.driver.store
         store.check()
         resident, target = store.states()
         stats = store.stats()
-        moved = sum(resident[each] != before for each, (before, _) in self.under_way.items())
-        assert moved <= stats.transitions_failed - self.taken_back <= len(self.under_way)
-        assert all(target[each] == after for each, (_, after) in self.under_way.items())
+        moved = sum(resident[each] != before for each, (before, _) in self.in_transition.items())
+        assert moved <= stats.transitions_failed - self.n_cancelled <= len(self.in_transition)
+        assert all(target[each] == after for each, (_, after) in self.in_transition.items())
         assert stats.slot_bytes_in_use <= stats.slot_bytes_peak <= stats.budget_bytes
 
     @invariant()
     def experts_go_as_wholes(self):
-        """Until a step is aborted or a limit waits for a read: of its experts some matrices have
-        come then, and others not, so that the next ones need slots for these others alone."""
+        """Track which experts may be partly evicted (`apart`).
+
+        Until a step is aborted or a limit waits for a read, experts are evicted with all their
+        matrices. After that, some matrices of an expert may be resident and others not.
+        """
         for layer, e in np.argwhere(self.driver.store.resident() == ABSENT).tolist():
             expert = layer, e
             if self.uneven:
@@ -293,7 +307,7 @@ class Evictions(Machine):
 
 
 class Limited(Evictions):
-    """Slots for fewer experts or for more, in each kind alike."""
+    """Limits on the slots between steps. Every kind keeps the same number of slots."""
 
     def __init__(self):
         super().__init__()
@@ -323,8 +337,8 @@ class Limited(Evictions):
     ("rules", "slots", "pools", "in_time"),
     [
         (Interleavings, (3, 9), None, False),
-        (Interleavings, (3, 8, 2, 1, 2), None, False),  # five tiers to go to
-        (Interleavings, (3, 9), (0, 1, 1, 1), False),  # all but the best share slots
+        (Interleavings, (3, 8, 2, 1, 2), None, False),  # five tiers
+        (Interleavings, (3, 9), (0, 1, 1, 1), False),  # all tiers except the best share slots
         *((Evictions, (2, 5), None, in_time) for in_time in (False, True)),
         *((Evictions, (7,), (0, 0), in_time) for in_time in (False, True)),
         *((Limited, (2, 5), None, in_time) for in_time in (False, True)),
@@ -332,6 +346,7 @@ class Limited(Evictions):
     ],
 )
 def test_every_interleaving(rules, slots, pools, in_time, library, device, tmp_path):
+    """in_time: reads take virtual time."""
     if device is not None and (pools is not None or rules is Limited or in_time):
         pytest.skip("on a device a slot holds one tier, slots stay, and nothing is simulated")
     file = ExpertFile(tmp_path / "experts.bin", n_tiers=len(pools or slots))

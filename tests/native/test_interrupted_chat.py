@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of a chat with slow reads: the next question is answered."""
+"""After Ctrl-C at random moments of a chat with slow reads, the next question is answered."""
 
 import shutil
 
@@ -8,7 +8,7 @@ from interrupted_chat import MOMENTS, REPO, Chats, slow_reads, tiny_model
 TIMES = 12
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a C compiler makes reads slow")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler for the slow reads")
 def test_every_question_is_answered(library, tmp_path):
     path, ram = tiny_model(tmp_path)
     args = ["-m", str(path), f"--ram={ram}", "--threads=1", "--temp=0", "--policy=lru"]

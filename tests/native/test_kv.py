@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: less memory, nearly the same logits, the same token importance."""
+"""KV cache in q8_0: less memory, nearly the same logits, and no exact token importance."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ def opened(path, **settings):
 
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "mixtral", "deepseek2"])
-def test_it_takes_what_the_plan_says_and_logits_are_near(shape, tiny_model):
+def test_planned_bytes_and_logits_of_q8_0(shape, tiny_model):
+    """A q8_0 cache takes 17/32 of an f16 cache; logits differ by less than 0.15 of their spread."""
     path, taken, planned, logits = tiny_model(shape, "q4_k"), {}, {}, {}
     for kv in ("f16", "q8_0"):
         with opened(path, kv=kv) as runtime, runtime.evaluator() as e:

@@ -1,4 +1,4 @@
-"""What is refused, and the promise about memory, kept by a process of its own."""
+"""Refused models, and the memory limit of `--ram`, tested in a separate process."""
 
 import json
 import subprocess
@@ -18,7 +18,10 @@ from .conftest import opened
 
 
 def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
-    """llama.cpp's last line only says that it failed: its first one is the reason."""
+    """The error contains llama.cpp's first log line, which has the reason.
+
+    Its last line only says that loading failed.
+    """
     with GGUFFile.open(one) as file:
         own = {key: value for key, value in file.metadata.items() if key.startswith("qwen3moe.")}
     renamed = {key.replace("qwen3moe", "no-such-one"): value for key, value in own.items()}
@@ -28,8 +31,11 @@ def test_an_unknown_architecture_is_refused_by_name(one, tmp_path):
         opened(model, policy="plain")
 
 
-def test_experts_that_are_read_otherwise_are_refused_before_anything_is(one, monkeypatch):
-    """No model that llama.cpp has is so: a router stands for an expert's matrix here."""
+def test_expert_tensors_read_by_another_op_are_refused(one, monkeypatch):
+    """A model whose expert tensors another op reads is refused before a store is created.
+
+    No known model has such tensors, so the pattern for expert tensors is extended to the router.
+    """
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_(gate_inp|.*_exps)\.weight")
     monkeypatch.setattr(Store, "create", None)
     with pytest.raises(NativeError, match=r"blk\.0\.ffn_gate_inp\.weight is read by MUL_MAT, and "):
@@ -37,7 +43,7 @@ def test_experts_that_are_read_otherwise_are_refused_before_anything_is(one, mon
 
 
 def chat(model, *words):
-    """Statistics of one answer by a process of its own; the prompt meets most experts."""
+    """Return the statistics of one answer by a separate process. The prompt uses most experts."""
     prompt = " ".join(f"{i * i:x}" for i in range(1, 70))
     command = [sys.executable, "-m", "orchestrator", "chat", "-m", str(model), "--json"]
     command += ["--ctx=512", "--threads=1", "--max-tokens=24", "-p", prompt, *words]
@@ -48,7 +54,7 @@ def chat(model, *words):
 
 
 def test_a_process_stays_below_ram(tmp_path):
-    """Under a cap that the same model breaks where its experts stay in memory."""
+    """The peak RSS stays below --ram with lru and dymoe, while `plain` exceeds the same limit."""
     tiny = synthetic.preset("tiny-qwen3moe")
     shape = replace(tiny, n_layer=3, n_embd=512, n_ff_exp=512, n_expert=64)
     model = synthetic.write(tmp_path / "large.gguf", shape, tiers=("q8_0",))

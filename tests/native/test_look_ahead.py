@@ -1,4 +1,4 @@
-"""What the next routers are predicted to choose (DyMoE eq. 6), against numpy."""
+"""Predictions of the next layers' routers (DyMoE eq. 6), compared with numpy."""
 
 import pytest
 import routers
@@ -13,5 +13,5 @@ GATINGS = {
 
 
 @pytest.mark.parametrize("shape", GATINGS)
-def test_the_next_routers_are_asked(shape, tiny_model):
+def test_predictions_equal_numpy(shape, tiny_model):
     routers.check(tiny_model(shape, "q4_k"), drawn(96, 5), GATINGS[shape])

@@ -1,4 +1,4 @@
-"""With one tier, what a managed model computes is what upstream computes, bit for bit."""
+"""With one tier, logits of a managed model equal upstream's, bit for bit."""
 
 import numpy as np
 import pytest
@@ -14,17 +14,16 @@ SHAPES = (
     *("deepseek", "deepseek2", "deepseek2-fused", "phimoe"),
 )
 TWO = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k"}
-# Of the experts: all are critical, and slots for the low precision are set aside.
+# All experts are critical, and slots for the low tier are reserved.
 ALL = {**TWO, "retention": 0.999}
-# Three layers that vote, while it tunes itself: another choice of experts to load ahead in every
-# step.
+# Three layers that vote, with tuning, so that every step prefetches other experts.
 FIRM = {"policy": "firm", "prefetch": "on", "agree": "mol", "tune_steps": 1, "tune_tokens": 30}
-PLENTY = 64 << 20
+AMPLE = 64 << 20
 PROMPT = drawn(40)
 
 
 def run(model, n_decode, **options):
-    """Logits [1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
+    """Return logits [1 + n_decode, n_vocab] of a prompt in two chunks and of greedy decoding."""
     usual = {"ctx": 512, "ubatch": 32, "threads": 2, "use_extra_bufts": False}
     with opened(model, **(usual | options)) as runtime, runtime.evaluator() as e:
         rows = greedy(e, PROMPT, n_decode)
@@ -43,8 +42,10 @@ def smallest_budget(model, **options):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equal_at_every_budget(shape, tiny_model):
-    """Down to the smallest budget that is allowed: one slot a group, so every layer with two
-    experts needs waves."""
+    """Logits equal upstream's at every budget.
+
+    The smallest budget has one slot per group, so every layer with two experts needs waves.
+    """
     model = tiny_model(shape, "q4_k")
     reference = run(model, 12)
     assert np.isfinite(reference).all()
@@ -63,7 +64,7 @@ def test_equal_at_every_budget(shape, tiny_model):
         *(("qwen3moe", (tier,), 220, {"policy": "lru"}, (3,)) for tier in ("f16", "q8_0")),
         *(("qwen3moe", (tier,), 220, {"policy": "lru"}, (3,)) for tier in ("q4_k", "q2_k")),
         ("qwen3moe", ("q4_k",), 40, {}, (2,)),  # the default with one tier
-        # slots of each layer, look-ahead and prefetch
+        # slots per layer, look-ahead and prefetch
         ("qwen3moe", ("q4_k", "q2_k"), 40, ALL, (1, 2, 20)),
         ("qwen3moe", ("q4_k", "q2_k"), 40, {**ALL, "device": DEVICE}, (2,)),
         # matrices that are loaded one by one
@@ -72,7 +73,7 @@ def test_equal_at_every_budget(shape, tiny_model):
             for n, tune in ((1, "all"), (2, "climb"), (3, "all"))
             for shape in ("qwen3moe", "deepseek2-fused")
         ),
-        # copies to the device are late, and poison where they go
+        # late copies to the device, which poison their destinations
         *(
             (shape, ("q4_k",), 12, {"policy": "lru", "device": DEVICE}, (100, 3, 1))
             for shape in ("qwen3moe", "deepseek2-fused", "mixtral")
@@ -80,7 +81,10 @@ def test_equal_at_every_budget(shape, tiny_model):
     ],
 )
 def test_equal_with_every_policy(shape, tiers, n_decode, options, factors, tiny_model):
-    """factors: of the smallest budget."""
+    """Logits equal upstream's with every policy, bit for bit.
+
+    factors: multiples of the smallest budget.
+    """
     model = tiny_model(shape, *tiers)
     reference = run(model, n_decode)
     budget = smallest_budget(model, **options)
@@ -93,18 +97,21 @@ def test_equal_with_every_policy(shape, tiers, n_decode, options, factors, tiny_
     ("tier", "options"),
     [
         ("q2_k", {"policy": "lru", "high_tier": "q2_k", "expert_ram": 1 << 20}),
-        ("q2_k", {"policy": "dynaexq", "low_tier": "q2_k", "hot_experts": 0, "expert_ram": PLENTY}),
-        ("q8_0", {"policy": "dynaexq", "expert_ram": PLENTY}),
-        ("q8_0", {"policy": "mixed", "expert_ram": PLENTY}),
+        ("q2_k", {"policy": "dynaexq", "low_tier": "q2_k", "hot_experts": 0, "expert_ram": AMPLE}),
+        ("q8_0", {"policy": "dynaexq", "expert_ram": AMPLE}),
+        ("q8_0", {"policy": "mixed", "expert_ram": AMPLE}),
     ],
 )
-def test_one_tier_of_a_packed_file_is_the_file_of_that_tier(tier, options, three, tiny_model):
+def test_one_tier_of_a_packed_file_equals_the_exported_file(tier, options, three, tiny_model):
     found = run(three, 40, **options)
     np.testing.assert_array_equal(found, run(tiny_model("qwen3moe", tier), 40))
 
 
-def test_tiers_on_a_device_are_those_in_memory(both):
-    """A low request that finds no high copy computes the low file's."""
+def test_tiers_on_a_device_equal_those_in_host_memory(both):
+    """With exact tiers, logits of a store on a device equal those of a store in host memory.
+
+    A low request without a high copy computes the low tier.
+    """
     options = {**TWO, "exact_tiers": True, "retention": 0.5, "n_ahead": 0}
     options["expert_ram"] = 2 * smallest_budget(both, device=DEVICE, **ALL)
     found = run(both, 40, device=DEVICE, **options)

@@ -1,7 +1,6 @@
-"""What becomes of experts that a device lacks: the same text, whatever is asked for.
+"""How a device serves misses (`--misses`): logits are the same for every setting.
 
-The device is main memory, whose executor reads experts where they lie; tests/native/cuda has the
-GPU's.
+The device is main memory, whose executor reads experts in place. tests/native/cuda tests a GPU.
 """
 
 import numpy as np
@@ -12,7 +11,7 @@ from orchestrator.errors import ConfigError
 from .conftest import build, drawn, greedy, opened
 
 PROMPT = drawn(12, 2)
-# With exact tiers what is computed does not depend on what is in memory.
+# With exact tiers, the computed tier does not depend on residency.
 POLICIES = {
     "lru": {"policy": "lru", "expert_ram": 300_000},
     "dymoe 4/2": {"retention": 0.5, "expert_ram": 700_000, "exact_tiers": True},
@@ -21,7 +20,7 @@ POLICIES = {
 
 
 def decode(model, n, **options):
-    """Logits of each token, the store's counters, how misses were served by the mode line."""
+    """Return the logits of each token, the store's counters, and the status line on misses."""
     with opened(model, **{"device": "host:100", **options}) as runtime, runtime.evaluator() as e:
         rows = greedy(e, PROMPT, n)
         e.inside.store.check()
@@ -30,13 +29,13 @@ def decode(model, n, **options):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_text_is_the_same(both, name):
+def test_logits_do_not_depend_on_misses(both, name):
     wanted, copied, how = decode(both, 12, **POLICIES[name], misses="copy")
     assert how == "copy" and sum(copied.host_computed) == 0
     rows, stats, how = decode(both, 12, **POLICIES[name], misses="compute")
     assert how == "compute"
     assert np.array_equal(rows, wanted)
-    # in a prompt only the last layer has few tokens: it computes one
+    # in a prompt only the last layer has few tokens, so the host computes only that layer
     assert stats.host_computed[0] <= 2 * 3 < stats.host_computed[1]
     assert stats.host_computed_bytes[1] > stats.host_computed[1]
     # experts that the host computed are copied to slots afterwards, except with exact tiers
@@ -45,14 +44,14 @@ def test_the_text_is_the_same(both, name):
     assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_without_speeds_all_are_copied(both):
+def test_without_measured_speeds_all_misses_are_copied(both):
     for misses in (None, "auto"):
         _, stats, how = decode(both, 2, **POLICIES["lru"], misses=misses)
         assert how == "copy (auto cannot be had)" and sum(stats.host_computed) == 0
 
 
 def test_misses_need_a_gpu(one):
-    with pytest.raises(ConfigError, match=r"--misses says how a GPU .* none is in use"):
+    with pytest.raises(ConfigError, match="--misses has no effect without a GPU"):
         opened(one, device="cpu", misses="copy")
     with pytest.raises(ConfigError, match="auto, copy or compute, not 'swap'"):
         build(one, misses="swap")

@@ -1,5 +1,7 @@
-"""`mixed` end to end: every expert in memory in the tier of its plan, and experts that exchange
-their tiers while it runs."""
+"""`mixed` on a model.
+
+Every expert is resident in its planned tier, and experts exchange their tiers while the model runs.
+"""
 
 import numpy as np
 
@@ -8,8 +10,8 @@ from orchestrator.cache import profile
 from .test_dynaexq import arrive, logits, opened
 
 
-def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
-    """The experts that alone are used are in the best tier."""
+def test_the_plan_follows_the_profile_and_no_token_waits(three, tmp_path):
+    """The experts that the profile lists as used are in the best tier."""
     path = tmp_path / "profile.json"
     starts = []
     with opened(three, policy="mixed") as runtime, runtime.evaluator() as e:
@@ -36,7 +38,7 @@ def test_the_plan_goes_by_the_profile_and_nothing_waits(three, tmp_path):
 
 
 def test_experts_exchange_their_tiers_while_it_runs(three):
-    """As many of each tier as before; what is used most moves up."""
+    """The number of experts in each tier stays, and the most used experts are promoted."""
     with opened(three, policy="mixed") as runtime, runtime.evaluator() as e:
         n_bytes = e.plan.slots.total_bytes * 6 // 10
     options = {"update_steps": 4, "hysteresis": 0.0, "transition_rate": 0}
@@ -48,10 +50,10 @@ def test_experts_exchange_their_tiers_while_it_runs(three):
         for _ in range(6):
             logits(e)
             arrive(e)
-        told, after = e.inside.policy.report(), e.inside.store.resident()
-        assert told["exchanges"] > 0 and (before != after).any()
+        report, after = e.inside.policy.report(), e.inside.store.resident()
+        assert report["exchanges"] > 0 and (before != after).any()
         counts = np.bincount(before.ravel(), minlength=3).tolist()
-        assert list(told["experts"].values()) == counts
+        assert list(report["experts"].values()) == counts
         assert ((before == 0).sum() >= (after == 0).sum()) and (after < 3).all()
         used = e.inside.policy.learned().hotness
         assert used[after < before].mean() > used[after > before].mean()

@@ -1,7 +1,6 @@
-"""Experts that are not hot in the host's memory behind a device, whose threads compute them.
+"""The context policy with cold experts in host memory, where the host's threads compute them.
 
-The device is main memory, whose executor reads experts where they lie; tests/native/cuda has the
-GPU's.
+The device is main memory, whose executor reads experts in place. tests/native/cuda tests a GPU.
 """
 
 import numpy as np
@@ -28,9 +27,8 @@ def converse(e):
     return rows + [e.eval([t], len(PROMPT) + at)[-1] for at, t in enumerate(ANSWER)]
 
 
-def test_nothing_of_a_cold_expert_is_copied(three):
-    """The same logits as with all of it on the device; of what was copied there since the start,
-    every byte is of an expert that the placement made hot."""
+def test_cold_experts_are_not_copied_to_the_device(three):
+    """Logits equal those with all experts on the device, and only hot experts are copied there."""
     with opened(three, near_place="device") as runtime, runtime.evaluator() as e:
         wanted = converse(e)
     with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
@@ -40,7 +38,7 @@ def test_nothing_of_a_cold_expert_is_copied(three):
         store.check()
         stats, came = store.stats(), bytes_that_came(e, before)
     assert np.array_equal(rows, wanted)
-    assert sum(stats.copy_bytes) == came > 0  # each moved once
+    assert sum(stats.copy_bytes) == came > 0  # each expert moved once
     for phase in (Phase.PREFILL, Phase.DECODE):
         cold = sum(stats.computed[phase][1:])
         assert stats.host_computed[phase] == cold > 0
@@ -48,12 +46,15 @@ def test_nothing_of_a_cold_expert_is_copied(three):
     assert stats.slot_bytes_peak <= stats.budget_bytes
 
 
-def test_near_experts_go_to_the_host_where_the_device_is_full(three):
-    """Of its own accord, and no sooner; and there they may share slots."""
+def test_near_experts_go_to_the_host_if_the_device_is_full(three):
+    """Without `--near-place`, near experts go to the host only if necessary.
+
+    This is the case if the device is too small or if near tiers share slots.
+    """
     with opened(three) as runtime, runtime.evaluator() as e:
-        everything = e.plan.slots
-        assert everything.host_bytes == 0
-    small = everything.total_bytes // 2
+        all_slots = e.plan.slots
+        assert all_slots.host_bytes == 0
+    small = all_slots.total_bytes // 2
     with opened(three, expert_ram=small) as runtime, runtime.evaluator() as e:
         slots = e.plan.slots
         assert slots.host_bytes > 0 and slots.total_bytes <= small
@@ -70,8 +71,8 @@ def test_near_experts_go_to_the_host_where_the_device_is_full(three):
         opened(three, expert_ram=small, near_place="device")
 
 
-def test_the_hosts_memory_counts(three):
-    """Near experts take of --ram before the cache behind the device does."""
+def test_near_experts_count_against_ram(three):
+    """Near experts get their part of --ram before the host cache of the device."""
     with opened(three, near_place="host") as runtime, runtime.evaluator() as e:
         near = e.plan.slots.host_bytes
         rows = exchange_bytes(e.inside.model, e.plan.n_ubatch)
@@ -80,7 +81,7 @@ def test_the_hosts_memory_counts(three):
     with pytest.raises(BudgetError) as without:
         opened(three, near_place="device", ram=1 << 20)
     more = refused.value.needed_bytes - without.value.needed_bytes
-    # the cache needs less: nothing of the near tiers goes through it
+    # the host cache needs less, because near tiers do not go through it
     assert 0 < more <= near + rows
     with (
         opened(three, near_place="host", ram=refused.value.needed_bytes) as runtime,

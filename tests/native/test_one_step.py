@@ -1,4 +1,4 @@
-"""Two prompts and an answer in one step: a policy is told of each what it is told of it alone."""
+"""Two prompts and an answer in one step: the policy gets the same data as if each ran alone."""
 
 import numpy as np
 import pytest
@@ -16,25 +16,29 @@ def prompt_of(sequence, n):
 
 
 def in_turns(*parts):
-    """The tokens of several sequences, one of each as long as there are any."""
+    """Interleave the tokens of several sequences."""
     longest = max(map(len, parts))
     return [part[at] for at in range(longest) for part in parts if at < len(part)]
 
 
-# The first three have as many tokens, windows and outputs, so that llama.cpp keeps the graph.
+# The first three steps have the same number of tokens, windows and outputs, so llama.cpp reuses its
+# graph.
 STEPS = {
-    "one after the other": [*ANSWER, *prompt_of(0, 19), *prompt_of(1, 12)],
-    "other places": [*prompt_of(1, 21), *ANSWER, *prompt_of(0, 10)],
-    "in turns": in_turns(prompt_of(0, 15), ANSWER, prompt_of(1, 16)),
+    "in sequence": [*ANSWER, *prompt_of(0, 19), *prompt_of(1, 12)],
+    "in another order": [*prompt_of(1, 21), *ANSWER, *prompt_of(0, 10)],
+    "interleaved": in_turns(prompt_of(0, 15), ANSWER, prompt_of(1, 16)),
     "one shorter than a window": [*prompt_of(0, 14), *prompt_of(1, 3), *ANSWER],
     "one of a single token": [*prompt_of(1, 1), *ANSWER, *prompt_of(0, 14)],
 }
 
 
 class Watched:
-    """A context beside a runtime's, whose experts are all computed high: else a layer's input would
-    depend on who shares the step. layers: of each, experts [T, k], whose each token is, importance
-    [T] and the experts that the next layer is predicted to choose [T, k], where there are any."""
+    """A second context on a runtime's model that records the routing events of each layer.
+
+    All experts are computed in the high tier. Otherwise a layer's input would depend on the other
+    sequences of the step. layers: for each layer the experts [T, k], the sequence of each token
+    [T], the importance [T] and the predicted experts of the next layer [T, k], if present.
+    """
 
     def __init__(self, model):
         asked = {"low_tier": "q2_k", "importance_window": WINDOW, "prefetch": "on"}
@@ -45,19 +49,22 @@ class Watched:
         self.layers = []
 
     def on_route(self, event):
-        told = {"ids": event.ids_array, "sequences": event.sequences_array}
+        arrays = {"ids": event.ids_array, "sequences": event.sequences_array}
         if event.importance_array is not None:
-            told["importance"] = event.importance_array
+            arrays["importance"] = event.importance_array
         if event.n_ahead:
-            told["ahead"] = event.ahead_ids_array[0]
-        self.layers.append({name: array.copy() for name, array in told.items()})
+            arrays["ahead"] = event.ahead_ids_array[0]
+        self.layers.append({name: array.copy() for name, array in arrays.items()})
         out = self.store.decision
         out.tier_array[:] = 0
         out.n_prefetch = 0
         self.store.apply(out)
 
     def step(self, tokens):
-        """The layers of this step, the only one but for what the answer's sequence read."""
+        """Decode tokens as one step and return its layers.
+
+        The answer's sequence first reads its prompt.
+        """
         self.decoder.forget()
         if any(each.sequence == 2 for each in tokens):
             assert self.decoder.decode(prompt(READ, 0, 2)) == 0
@@ -78,8 +85,8 @@ def watched(both):
     made.close()
 
 
-def test_each_sequence_is_told_as_alone(watched):
-    """The attention that a prompt's tokens receive is what they receive alone, but for rounding."""
+def test_each_sequence_gets_the_data_of_a_step_alone(watched):
+    """Experts and predictions are equal. The importance agrees within a relative 1e-3."""
     n_scored = n_ahead = 0
     for name, tokens in STEPS.items():
         alone = [
@@ -104,15 +111,17 @@ def test_each_sequence_is_told_as_alone(watched):
     assert n_scored > 0 and n_ahead > 0
 
 
-def test_the_last_tokens_of_each_prompt_are_its_window(watched):
-    """Of a prompt that begins in the step, its queries give all that they have to its tokens. The
-    graph that is kept for the next step takes the queries of that one."""
+def test_each_prompt_has_its_own_window(watched):
+    """The importance of a prompt sums to its window, which is at most 4 queries.
+
+    The graph that llama.cpp reuses for the next step uses that step's queries.
+    """
     for name, tokens in STEPS.items():
         first = watched.step([each for each in tokens if each.sequence != 2])[0]
         for sequence in range(2):
             mine = first["importance"][first["sequences"] == sequence]
             if len(mine) == 1:
-                continue  # it goes by its gates
+                continue  # one token has no importance; its gate weights are used
             assert mine.sum() == pytest.approx(min(WINDOW, len(mine)), rel=1e-4), name
     perf = watched.decoder.api.llama_perf_context(watched.decoder.handle)
     assert perf.n_reused == 2

@@ -1,5 +1,7 @@
-"""Experts in the CPU's own layout, and dense weights beside managed experts: upstream's bits with
-repacked weights, within the same slots."""
+"""Experts in the CPU's own layout, and repacked dense weights next to managed experts.
+
+Logits equal upstream's with repacked weights, and the slots do not grow.
+"""
 
 import platform
 from dataclasses import replace
@@ -24,16 +26,16 @@ SETTINGS = {"ctx": 256, "ubatch": 32, "threads": 2, "policy": "lru"}
 def cpu_has_one(library, request):
     tier = getattr(request.node, "callspec", None) and request.node.callspec.params.get("tier")
     if not library.interleaves(GGMLType[(tier or "q4_0").upper()], 256, 256):
-        pytest.skip(f"this CPU has no layout of its own for {tier or 'q4_0'}")
+        pytest.skip(f"this CPU has no own layout for {tier or 'q4_0'}")
 
 
 def one_by_one(evaluate):
-    """Logits behind each of the tokens, decoded one at a time."""
+    """Return the logits after each token, decoded one at a time."""
     return np.concatenate([evaluate([token], at) for at, token in enumerate(TOKENS)])
 
 
 def prompt(evaluate):
-    """Logits behind a prompt of three micro-batches."""
+    """Return the logits after a prompt of three micro-batches."""
     return evaluate(TOKENS * 4, 0)[-1]
 
 
@@ -44,7 +46,7 @@ def upstream(path, repack, read=one_by_one, n_ubatch=32):
 
 
 def managed(path, read=one_by_one, share=0, **options):
-    """Logits, and the mode line; the store's invariants hold, and its slots are within budget."""
+    """Return the logits and the status line. Check the store's invariants and its budget."""
     with (
         opened(path, share, force_managed=True, **(SETTINGS | options)) as runtime,
         runtime.evaluator() as e,
@@ -58,7 +60,7 @@ def managed(path, read=one_by_one, share=0, **options):
 
 @pytest.mark.parametrize("tier", TYPES)
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
-def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(shape, tier, tiny_model):
+def test_decoding_equals_upstream_with_repacked_weights(shape, tier, tiny_model):
     path = tiny_model(shape, tier)
     found, mode = managed(path, use_extra_bufts=True)
     assert f"{tier} in this CPU's own layout" in mode
@@ -69,8 +71,11 @@ def test_decoding_is_upstream_with_repacked_weights_bit_for_bit(shape, tier, tin
 
 
 @pytest.mark.parametrize("tier", TYPES)
-def test_exact_is_upstream_without_repacked_weights(tier, tiny_model):
-    """With everything in memory, where `auto` would change the layout, and in prompts too."""
+def test_exact_equals_upstream_without_repacked_weights(tier, tiny_model):
+    """With `exact`, logits equal upstream's without repacked weights.
+
+    All experts are resident, so `auto` would change the layout. Prompts are included.
+    """
     path = tiny_model("olmoe", tier)
     for read in (one_by_one, prompt):
         found, mode = managed(path, read, exact=True)
@@ -78,8 +83,11 @@ def test_exact_is_upstream_without_repacked_weights(tier, tiny_model):
         np.testing.assert_array_equal(found, upstream(path, False, read))
 
 
-def test_where_experts_come_and_go(tiny_model):
-    """auto keeps what the file has; asked for, the layout is changed at each read."""
+def test_layout_with_evictions(tiny_model):
+    """If experts are evicted, `auto` keeps the file's layout.
+
+    With `layout=cpu`, each read is converted.
+    """
     path = tiny_model("qwen3moe", "q4_0")
     _, mode = managed(path, share=0.5)
     assert "own layout" not in mode
@@ -89,8 +97,11 @@ def test_where_experts_come_and_go(tiny_model):
     np.testing.assert_array_equal(found, whole)
 
 
-def test_auto_is_for_experts_that_stay(tiny_model):
-    """Not where one of twenty comes and goes; but where all stay and change versions seldom."""
+def test_auto_converts_resident_experts_only(tiny_model):
+    """`auto` converts if all experts are resident and rarely change tiers.
+
+    It does not convert if slots hold only 95 % of the experts.
+    """
     path = tiny_model("qwen3moe", "q4_0")
     assert "own layout" not in managed(path, share=0.95)[1]
     low = tiny_model("qwen3moe", "q2_k")
@@ -103,8 +114,8 @@ def test_auto_is_for_experts_that_stay(tiny_model):
             e.inside.store.check()
 
 
-def test_types_without_one_stay_as_in_the_file(tiny_model):
-    """Neither Q8_0 nor Q6_K has such kernels on x86."""
+def test_types_without_an_own_layout_stay_as_in_the_file(tiny_model):
+    """Q8_0 and Q6_K have no such kernels on x86."""
     for tier in ("q8_0", "q6_k"):
         path = tiny_model("olmoe", tier)
         found, mode = managed(path, layout="cpu", use_extra_bufts=False)
@@ -113,9 +124,12 @@ def test_types_without_one_stay_as_in_the_file(tiny_model):
 
 
 @pytest.mark.parametrize("tier", TYPES)
-def test_prompts_are_upstream_too(tier, tiny_model):
-    """With four rows or more of an expert we take upstream's matrix product, where upstream goes
-    row by row. Only for Q4_K its sums have another order."""
+def test_prompts_equal_upstream(tier, tiny_model):
+    """Logits of prompts equal upstream's, except with Q4_K.
+
+    With four or more rows per expert we use upstream's matrix product, while upstream computes row
+    by row. Only Q4_K then sums in another order, with a relative squared error below 5e-4.
+    """
     path = tiny_model("olmoe", tier)
     found, _ = managed(path, prompt, use_extra_bufts=True)
     expected = upstream(path, True, prompt)
@@ -131,36 +145,37 @@ def written(folder, dense):
 
 
 def few(evaluate):
-    """Logits behind a prompt of fewer tokens than go by tiles, and behind each of some tokens."""
+    """Return the logits after a prompt that is too short for tiles, and after three more tokens."""
     found = [evaluate(WORDS[:7], 0)]
     found += [evaluate([token], 7 + i) for i, token in enumerate((11, 222, 33))]
     return np.concatenate(found)
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="Q8_0 experts stay as they are on x86 alone"
+    platform.machine() != "x86_64", reason="Q8_0 experts keep their layout on x86 only"
 )
 @pytest.mark.parametrize("repack", [True, False])
-def test_managed_beside_repacked_dense_weights_is_upstream_bit_for_bit(tmp_path, repack):
-    # upstream repacks Q4_K for this CPU, and has no such form of Q8_0
+def test_repacked_dense_weights_next_to_managed_experts(tmp_path, repack):
+    # upstream repacks Q4_K for this CPU, but not Q8_0
     path = written(tmp_path, GGMLType.Q4_K)
     found, _ = managed(path, few, use_extra_bufts=repack)
     np.testing.assert_array_equal(found, upstream(path, repack, few))
 
 
 def has_tiles():
-    """Whether prompts are faster by tiles on this CPU: moe-edge-layout.cpp says when."""
+    """Return whether prompts are faster with tiles on this CPU (see moe-edge-layout.cpp)."""
     return "avx512_vnni" in Path("/proc/cpuinfo").read_text()
 
 
-@pytest.mark.skipif(not has_tiles(), reason="on this CPU prompts stay in its own layout")
+@pytest.mark.skipif(not has_tiles(), reason="this CPU computes prompts without tiles")
 @pytest.mark.parametrize("dense, least", [(GGMLType.Q4_K, 8), (GGMLType.Q2_K, 10)])
-def test_prompts_over_repacked_dense_weights_are_those_over_plain_ones(
-    library, tmp_path, dense, least
-):
-    """From so many activations on, in windows that are not full: tiles are those of plain rows."""
+def test_long_prompts_use_tiles_of_plain_dense_weights(library, tmp_path, dense, least):
+    """From `least` tokens on, logits equal those with plain rows.
+
+    This includes windows of tokens that are not full.
+    """
     if not library.interleaves(dense, 256, 256):
-        pytest.skip(f"this CPU has no layout of its own for {dense.name}")
+        pytest.skip(f"this CPU has no own layout for {dense.name}")
     path = written(tmp_path, dense)
     for n, is_plain in ((least - 1, False), (least, True), (120, True)):
 

@@ -1,4 +1,4 @@
-"""`moe-edge plan`, and runtimes that take the plan which a loss chooses."""
+"""`moe-edge plan`, and runtimes that follow the plan that `--max-loss` chooses."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from orchestrator.cost import losses, planner
 from orchestrator.cost.disk import Bandwidth
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import ConfigError
-from orchestrator.plan.planning import Plan
+from orchestrator.plan.records import Plan, PlanRequest
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
@@ -29,9 +29,11 @@ LITTLE = ("--expert-ram", "2MiB")
 
 
 @dataclass
-class Takes:
-    """A token takes as long as its experts have bytes; absent ones ten times as long, or five
-    times where a loss is spent on them."""
+class PlanTimes:
+    """Predicted times of a plan, in proportion to its bytes.
+
+    A token takes 1 ns per resident byte and `slower` ns per absent byte.
+    """
 
     plan: Plan
     slower: float = 10.0
@@ -48,7 +50,7 @@ class Takes:
 
 
 class Predicts:
-    """In the place of cost.time.TimeModel, which measures; beside other programs."""
+    """Replacement of cost.time.TimeModel, which would measure this machine."""
 
     speeds, profiled = SimpleNamespace(disturbed=True), False
 
@@ -56,8 +58,8 @@ class Predicts:
         assert disk.bytes_per_s == pytest.approx(1e9)
 
     def of_plan(self, plan, config, skips, uses=None):
-        """Few experts that are used mostly are missing half as often."""
-        return Takes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
+        """Skips halve the cost of absent bytes. A usage history halves it too."""
+        return PlanTimes(plan, (5.0 if skips else 10.0) / (1 if uses is None else 2))
 
 
 LOOKUP = "token_embd.weight (85 KiB)"
@@ -85,8 +87,10 @@ def build(model, **asked):
 
 
 def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
-    """Without a loss that is allowed it takes what a chat takes; without a table no KL is known
-    but that of what is lossless."""
+    """Without `--max-loss`, `plan` shows what a chat would run.
+
+    Without a loss table, only lossless plans have a known KL.
+    """
     monkeypatch.setattr(ExpertModel, "lookup_text", "rows (4 GiB)")
     shown = run(model, *LITTLE)
     assert shown.exit_code == 0, shown.output
@@ -97,7 +101,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
     found = candidates(model, *LITTLE)
     assert found["disturbed"] is True
     ranges = {each["policy"]: each["token_ms_skewed"] for each in found["candidates"]}
-    assert ranges["lru"] is not None and ranges["dynaexq"] is None  # which has all in memory
+    assert ranges["lru"] is not None and ranges["dynaexq"] is None  # dynaexq: all resident
     assert "This model has no usage history on this machine" in shown.stdout
     monkeypatch.setattr(Predicts, "profiled", True)
     assert "no usage history" not in run(model, *LITTLE).stdout
@@ -123,7 +127,7 @@ def test_the_frontier_is_printed_and_drawn(model, tmp_path, monkeypatch):
         (("--plot", "plans.txt"), "must end in .png or .svg"),
     ],
 )
-def test_what_is_refused(model, args, said):
+def test_refusals(model, args, said):
     refused = run(model, *args)
     assert refused.exit_code == 1 and said in refused.stderr
 
@@ -136,21 +140,25 @@ def test_what_is_refused(model, args, said):
         ({"losses": Path("t.json")}, "--losses is for --policy context or floor or mixed"),
     ],
 )
-def test_nobody_promises_what_a_chat_refuses(model, asked, said):
+def test_plan_and_chat_refuse_the_same(model, asked, said):
+    """`plan` notes the settings with which a chat would be refused."""
     config = build(model, **asked)
     with pytest.raises(ConfigError, match=said):
         Runtime.open(config)
-    assert said in machine.examine(config)[0]["plan_note"]
+    assert said in machine.examine(PlanRequest(config))[0]["plan_note"]
 
 
-def test_other_policies_leave_aside_what_was_asked_for(model):
-    """In the table, and when a chat changes its policy. A policy that is named is alone there."""
+def test_settings_of_another_policy_are_ignored(model):
+    """Settings of one policy do not exclude others from the table or from a later change of policy.
+
+    With `--policy`, only the named policy is in the table.
+    """
     config = build(model, retention=0.5, low_tier="q2_k")
-    found, _ = machine.examine(config)
+    found, _ = machine.examine(PlanRequest(config))
     assert {"dymoe", "lru", "firm"} <= {each["policy"] for each in found["candidates"]}
     alone = candidates(model, *LITTLE, "--policy", "lru")
     assert [each["policy"] for each in alone["candidates"]] == ["lru"]
-    assert "--policy asks" in alone["why"]
+    assert "chosen by --policy" in alone["why"]
     with Runtime.open(config) as runtime:
         runtime.set(policy="lru")
         assert (runtime.inside.policy.name, runtime.config.given("retention")) == ("lru", 0.5)
@@ -158,7 +166,10 @@ def test_other_policies_leave_aside_what_was_asked_for(model):
 
 @pytest.fixture
 def fitted(model):
-    """A use of an expert costs 0, 0.001 and 0.01 nats in the file's tiers, 0.1 where skipped."""
+    """A model with a loss table.
+
+    One use of an expert loses 0, 0.001 and 0.01 nats in the file's tiers, and 0.1 nats if skipped.
+    """
     path = losses.default_path(model)
     save_losses(path, model, [0.0, 0.001, 0.01], power=0.1, gates=1.0, fit=(1.0, ("q8_0",)))
     yield model
@@ -177,19 +188,19 @@ def fitted(model):
         ({"policy": "dynaexq"}, ("q4_k", "q2_k"), "0.0"),
     ],
 )
-def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
-    """The e, the mode line, and `plan`: what runs, and what that loses."""
+def test_runtime_status_line_and_plan_agree(fitted, asked, tiers, said, table):
+    """The evaluator, the status line and `plan` agree on tiers and quality loss."""
     if not table:
         losses.default_path(fitted).unlink()
     config = build(fitted, **asked)
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         assert e.plan.tier_names == tiers
         mode = runtime.mode
-    health, _ = machine.examine(config)
+    health, _ = machine.examine(PlanRequest(config))
     with ExpertModel.open(fitted) as model:
-        runs = Planner(config, model).runs(config)
+        runs = Planner(PlanRequest(config), model).runs(config)
         if config.policy is None:
-            found = Planner(config, model).frontier(config)
+            found = Planner(PlanRequest(config), model).frontier(config)
             assert ((*found.taken.tiers,), found.taken.kl) == (tiers, runs.loses.kl)
     assert runs.plan.tier_names == tiers and health["kl"] == runs.loses.kl
     for line in (mode, health["plan"]):
@@ -201,9 +212,12 @@ def test_all_say_the_same_of_what_runs(fitted, asked, tiers, said, table):
             assert "quality loss from q8_0 unknown" in line
 
 
-def test_an_engine_takes_the_plan_of_its_loss(fitted):
-    """Six uses a token: 0.006 nats in q4_k, 0.06 in q2_k; between them a resident plan. The note
-    says why."""
+def test_max_loss_chooses_the_plan(fitted):
+    """`max_loss` chooses the fastest plan within the loss, and the note gives the reason.
+
+    A token uses six experts: 0.006 nats in q4_k, 0.06 nats in q2_k. Between them, a resident plan
+    runs.
+    """
     ran = {}
     for allowed in (0.0, 0.05, 1.0):
         with Runtime.open(build(fitted, max_loss=allowed)) as runtime, runtime.evaluator() as e:
@@ -216,18 +230,18 @@ def test_an_engine_takes_the_plan_of_its_loss(fitted):
     assert shown.exit_code == 0 and f"use {ran[0.05][0]} (" in shown.stdout
     assert shown.stderr.splitlines() == [f"on disk in managed plans: {LOOKUP}"]
     assert sum(line.startswith("*") for line in shown.stdout.splitlines()) == 1
-    told = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
-    floor = next(each for each in told if each["policy"] == "floor")
+    found = candidates(fitted, *LITTLE, "--max-loss", "0.05")["candidates"]
+    floor = next(each for each in found if each["policy"] == "floor")
     high = floor["settings"]["high_tier"]
     lossless = next(
-        each for each in told if each["policy"] == "lru" and each["settings"]["high_tier"] == high
+        each for each in found if each["policy"] == "lru" and each["settings"]["high_tier"] == high
     )
     assert floor["token_ms"] < 0.8 * lossless["token_ms"]
     assert floor["kl"] == 0.05 and floor["settings"]["max_loss"] <= 0.05
 
 
 def test_a_named_table_chooses_a_plan(fitted, tmp_path):
-    """Without the table beside the model `plan` and a chat go by the named one alone."""
+    """Without the default loss table, `plan` and a chat use the one of `--losses`."""
     named = losses.default_path(fitted).rename(tmp_path / "named.json")
     for more in ((), ("--max-loss", "0.05")):
         shown = run(fitted, *LITTLE, "--losses", str(named), *more)
@@ -237,9 +251,12 @@ def test_a_named_table_chooses_a_plan(fitted, tmp_path):
         assert "estimated to lose" in runtime.mode
 
 
-def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
-    """A policy that keeps all experts in memory learns while it runs, and is not asked again: not
-    for the mode line, nor where another one could not be loaded and it comes back."""
+def test_the_predicted_loss_is_that_of_the_start(fitted, monkeypatch):
+    """The predicted loss of a resident policy is computed once, at the start.
+
+    It is not computed again for the status line, or when a change to another policy fails and the
+    old one returns.
+    """
     load = Loader._load
 
     def fails(loader, runs, progress):
@@ -262,8 +279,11 @@ def test_what_is_foreseen_is_said_of_the_start(fitted, monkeypatch):
         assert (runtime.mode, runtime.config.policy) == (mode, "dynaexq")
 
 
-def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatch):
-    """The command, and a runtime whose plan a loss chooses: both measure this machine first."""
+def test_measurements_are_announced_first(model, fitted, monkeypatch):
+    """Each measurement of this machine is announced before it starts.
+
+    `plan` measures, and so does a runtime with `max_loss`.
+    """
     said = []
 
     def measures(*_):
@@ -280,8 +300,8 @@ def test_what_takes_long_is_announced_before_it_begins(model, fitted, monkeypatc
     assert said == ["Measuring this machine"]
 
 
-def test_a_slow_disk_is_said_where_an_engine_opens(model, monkeypatch, capsys):
-    """It is measured before the model is loaded, whose memory leaves no room for that."""
+def test_a_slow_disk_is_reported_when_a_runtime_opens(model, monkeypatch, capsys):
+    """The disk is measured once, before the model fills the memory."""
     said, loads = "The model is on a USB disk.", Loader.load
     asked = []
     monkeypatch.setattr(planner, "slow_disk", lambda *_: asked.append(_) or said)

@@ -1,4 +1,4 @@
-"""No prompt is read twice: turns, other conversations in between, a restart."""
+"""No part of a prompt is read twice: further turns, other conversations in between, a restart."""
 
 import json
 from contextlib import closing
@@ -32,7 +32,7 @@ def path(library, tiny_model):
 
 
 def opened(path, notes=None, **settings):
-    """The runtime of a chat. notes: gets its sentences for the user."""
+    """Open the runtime of a chat. notes: receives its messages for the user."""
     library_path()
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "ctx": 1024, "cache_ram": 8 * MIB}
     config = build(path, **(usual | settings))
@@ -48,26 +48,25 @@ def runtime(path):
 
 
 def held(runtime):
-    """The tokens that the conversation's sequence holds."""
+    """Return the tokens that the conversation's sequence holds."""
     return runtime._core.tokens(0)
 
 
 def said(runtime, prompt):
-    """The conversation so far: a prompt and its answer, but for the last token, which no step has
-    read."""
+    """Return the conversation so far, without the answer's last token, which no step has read."""
     evaluated(runtime, prompt)
     return held(runtime)
 
 
 def rendered(runtime, messages):
-    """The tokens of a conversation as the chat template has it."""
+    """Return the tokens of a conversation rendered by the chat template."""
     body = json.dumps({"messages": messages}).encode()
     with closing(runtime.submit(body, "/apply-template")) as answer:
         (made,) = answer
     return runtime.vocabulary.tokenize(made["prompt"], add_special=True, parse_special=True)
 
 
-def test_a_further_turn_the_same_again_and_an_edited_message(runtime):
+def test_a_new_turn_a_repeated_turn_and_an_edited_message(runtime):
     before = said(runtime, FIRST)
     assert len(before) > 200
     assert evaluated(runtime, before + QUESTION[:30]) == 30
@@ -86,21 +85,24 @@ def test_another_conversation_in_between(path, policy):
         assert evaluated(runtime, [*OTHER, 11, 12]) == 2
 
 
-def test_a_prefix_that_many_share_is_read_once(runtime):
+def test_a_shared_prefix_is_read_once(runtime):
     for text in (FIRST, OTHER, THIRD):
         evaluated(runtime, SYSTEM + text)
     assert evaluated(runtime, SYSTEM + QUESTION) == 200
     assert evaluated(runtime, SYSTEM + FIRST + [9]) == 1
     evaluated(runtime, ANOTHER)
     assert evaluated(runtime, SYSTEM + ANOTHER[:50]) == 50
-    # The copy that this one began with is still there.
+    # The copy with which this conversation began is still there.
     for text in (FIRST, OTHER, THIRD, QUESTION):
         assert evaluated(runtime, SYSTEM + text) <= 1
 
 
 @pytest.mark.parametrize(("cache_ram", "n_kept"), [(MIB, 1), (0, 0)])
-def test_conversations_stay_within_the_memory_that_is_set_aside(path, cache_ram, n_kept):
-    """A conversation of 200 tokens takes 0.4 MiB."""
+def test_prompt_copies_stay_within_cache_ram(path, cache_ram, n_kept):
+    """Prompt copies take at most `cache_ram` bytes, and older ones are dropped first.
+
+    A conversation of 200 tokens takes 0.4 MiB.
+    """
     with opened(path, cache_ram=cache_ram) as runtime:
         assert runtime.plan.prompt_bytes == cache_ram
         for text in (FIRST, OTHER, THIRD, ANOTHER):
@@ -111,9 +113,12 @@ def test_conversations_stay_within_the_memory_that_is_set_aside(path, cache_ram,
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
-    """From memory, and from the disk after a restart; also where the template has written the
-    arguments of a call and the tool's answer."""
+def test_restored_prompts_give_the_same_logits(path, tmp_path, with_tools):
+    """A restored conversation continues with the same logits.
+
+    It is restored from memory, and from disk after a restart. The conversation may have a tool call
+    and its result.
+    """
     prompt, further = FIRST, QUESTION[:30]
     with opened(path) as runtime:
         if with_tools:
@@ -143,8 +148,8 @@ def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
             assert (each in text) == with_tools
         assert evaluated(runtime, [*OTHER, 11, 12]) == 2
     assert notes == []
-    # The first conversation replaced the file that it goes on from. The other one's prompt differs
-    # from the answer in its file, which stays.
+    # The first conversation replaced the file that it was restored from. The second one's prompt
+    # differs from the answer in its file, so that file stays.
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -154,10 +159,10 @@ def test_what_comes_back_gives_the_same_logits(path, tmp_path, with_tools):
         ({"kv": "q8_0"}, 200),
         ({"high_tier": "q4_k"}, 200),
         ({"policy": "dymoe", "low_tier": "skip"}, 200),
-        ({"expert_ram": 3 * MIB}, 1),  # a budget changes nothing
+        ({"expert_ram": 3 * MIB}, 1),  # a budget does not change the prompt's state
     ],
 )
-def test_other_settings_have_other_prompts(path, tmp_path, settings, n_read):
+def test_prompts_of_other_settings_are_not_reused(path, tmp_path, settings, n_read):
     notes = []
     with opened(path, notes, prompt_cache=tmp_path) as runtime:
         evaluated(runtime, FIRST)
@@ -166,18 +171,18 @@ def test_other_settings_have_other_prompts(path, tmp_path, settings, n_read):
     assert notes == []
 
 
-def test_settings_that_change_while_it_runs_have_other_prompts(path, tmp_path):
+def test_changed_settings_do_not_reuse_prompts(path, tmp_path):
     with opened(path, prompt_cache=tmp_path) as runtime:
         evaluated(runtime, FIRST)
         runtime.set(kv="q8_0")
         assert evaluated(runtime, FIRST) == 200
         runtime.set(kv="f16")
         assert evaluated(runtime, FIRST) == 1
-        runtime.set(policy="firm")  # with one precision no policy changes what was computed
+        runtime.set(policy="firm")  # with one precision, no policy changes the computed state
         assert evaluated(runtime, FIRST) == 1
 
 
-def test_a_shorter_context_leaves_long_prompts_alone(path, tmp_path):
+def test_a_shorter_context_keeps_files_of_long_prompts(path, tmp_path):
     notes = []
     with opened(path, prompt_cache=tmp_path) as runtime:
         evaluated(runtime, SYSTEM + FIRST)
@@ -188,7 +193,7 @@ def test_a_shorter_context_leaves_long_prompts_alone(path, tmp_path):
         assert evaluated(runtime, SYSTEM + FIRST) == 1
 
 
-def test_what_a_policy_learned_of_a_prompt_comes_back_with_it(path, tmp_path):
+def test_usage_counts_are_restored_with_a_prompt(path, tmp_path):
     def counts(runtime):
         state = runtime.inside.driver.save_sequence(0)
         return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")

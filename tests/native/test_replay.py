@@ -1,4 +1,4 @@
-"""A replay against the run that it was recorded from, with the same slots."""
+"""A replay compared with the run that it was recorded from, with the same slots."""
 
 import numpy as np
 import pytest
@@ -22,14 +22,14 @@ TWO = {"policy": "dymoe", "high_tier": "q4_k", "low_tier": "q2_k", "n_ahead": 0}
 
 
 def evaluate(e, prompt=PROMPT):
-    """Logits of a prompt, or none, and a forced answer."""
+    """Logits of an optional prompt and a forced answer."""
     rows = [e.eval(prompt, 0)] if prompt else []
     rows += [e.eval([token], len(prompt) + i) for i, token in enumerate(ANSWER)]
     return np.concatenate(rows)
 
 
 def counters(stats):
-    """All that a policy and a cache decide, and none of what time does."""
+    """The counters that depend on the policy and the cache, and not on time."""
     names = ("requests", "hits", "demand_bytes", "prefetch_bytes", "routed", "computed")
     found = {name: np.ctypeslib.as_array(getattr(stats, name)).tolist() for name in names}
     for name in ("promotions", "evictions", "slot_bytes_in_use", "slot_bytes_peak"):
@@ -50,13 +50,14 @@ def counters(stats):
         ("qwen3moe", 0.8, {**TWO, "retention": 0.5, "exact_tiers": True}),
     ],
 )
-def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path):
-    """In hits, bytes, tiers, promotions and evictions, whatever the simulated disk does; the
-    recorder changes no logit and no counter.
+def test_a_replay_on_demand_agrees_exactly(shape, share, options, tiny_model, tmp_path):
+    """A replay on demand agrees exactly in hits, bytes, tiers, promotions and evictions.
 
-    Where the experts of a layer do not fit into its slots at once, as where dymoe passes a long
-    prompt through a few of them, what goes first depends on what arrives first, in a real run
-    as well: dymoe reads its prompt in parts of two tokens."""
+    This holds for every simulated disk. The recorder changes no logit and no counter.
+
+    If a layer's experts do not fit its slots at once, the first eviction depends on the first read
+    that arrives, in a real run too. Therefore dymoe reads its prompt in parts of two tokens here.
+    """
     model = tiny_model(shape, "q4_k", "q2_k")
     with opened(model, policy="lru") as runtime, runtime.evaluator() as e:
         budget = int(share * e.plan.slots.total_bytes)
@@ -72,9 +73,11 @@ def test_on_demand_it_agrees_exactly(shape, share, options, tiny_model, tmp_path
         assert counters(replayed(run.trace, speed)[0].stats) == counters(run.stats)
 
 
-def test_with_prefetch_it_asks_the_same(both, tmp_path):
-    """Under memory pressure and at any speed: requests and tiers are those of the run. Hits
-    are not: they depend on what arrives in time."""
+def test_with_prefetch_requests_and_tiers_agree(both, tmp_path):
+    """With prefetch and few slots, requests and tiers equal those of the run.
+
+    This holds for every simulated disk. Hits differ, because they depend on the time of arrival.
+    """
     options = {"high_tier": "q4_k", "low_tier": "q2_k", "retention": 0.75, "prefetch": "on"}
     config = build(both, policy="dymoe", expert_ram=2 << 20, **options)
     run = recorded(config, tmp_path, evaluate)
@@ -83,7 +86,7 @@ def test_with_prefetch_it_asks_the_same(both, tmp_path):
         assert list(found.requests) == list(run.stats.requests)
         assert counters(found)["routed"] == counters(run.stats)["routed"]
         assert found.prefetch_used > 0
-    # the prompt alone has an importance
+    # only the prompt has an importance
     prefill, *decode = run.trace.steps()
     scores = prefill.events[0].importance
     assert scores.shape == (len(PROMPT),) and scores.max() > scores.min()
@@ -92,7 +95,7 @@ def test_with_prefetch_it_asks_the_same(both, tmp_path):
 
 @pytest.mark.parametrize("low", ["q2_k", "skip"])
 def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
-    """A replay decides each token by its own sequence, and knows which of them are an answer's."""
+    """A replay decides for each token by its sequence and its phase."""
 
     def together(e):
         decoder = Decoder(e.inside.loaded.model, n_ubatch=64)
@@ -124,7 +127,10 @@ def test_prompts_and_an_answer_in_one_step(low, both, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe"])
 def test_a_text_is_recorded(policy, one):
-    """What a step, its phase, its events and its times are; nothing lasts in the evaluator."""
+    """A recorded text has its steps, phases, marks and times.
+
+    After the recording, the evaluator works as before.
+    """
     with (
         opened(one, policy=policy, expert_ram=2 << 20, ctx=64, ubatch=8) as runtime,
         runtime.evaluator() as e,
@@ -137,7 +143,7 @@ def test_a_text_is_recorded(policy, one):
         assert text.wait_ms.sum() > 0
         assert (text.compute_ms + text.wait_ms).sum() == pytest.approx(text.step_ms.sum())
         assert text.header.settings.get("n_ahead", 0) == (policy == "dymoe")
-        parts = [[part, PROMPT_ENDS, 0] for part in range(3)]  # logits of each are asked for
+        parts = [[part, PROMPT_ENDS, 0] for part in range(3)]  # logits are requested for each part
         assert text.arrays["marks"].tolist() == [[0, STARTS, 0], *parts]
         assert text.header.read_bytes_per_s > 0
         assert all(0 < share <= 1 for share in text.header.dense_share)
@@ -149,8 +155,10 @@ def test_a_text_is_recorded(policy, one):
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "context"])
 def test_an_answer_is_recorded(policy, both):
-    """As a chat gives it, from the thread that decodes. The core's own first steps, which it makes
-    to learn what the context's memory can do, are in no trace."""
+    """An answer is recorded from the decode thread, as in a chat.
+
+    The first steps of the server core, with which it tests the context's memory, are not recorded.
+    """
     config = build(both, policy=policy, ubatch=8)
     with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
         trace = record_answer(runtime, "Hello", 6)
@@ -162,8 +170,11 @@ def test_an_answer_is_recorded(policy, both):
                 record_answer(runtime, "Hello", 6)
 
 
-def test_turns_of_a_conversation_keep_their_beginning(both):
-    """A prompt of one token is a prompt, and what is read of it has an end."""
+def test_recorded_turns_reuse_their_prefix(both):
+    """Later turns of a recorded conversation read only their new tokens.
+
+    A prompt of one token counts as a prompt, and the end of each prompt is marked.
+    """
     config = build(both, policy="context", ubatch=8)
     with Runtime.open(config, answering=Answering(reads_ahead=False)) as runtime:
         driver = runtime.inside.driver
@@ -175,7 +186,7 @@ def test_turns_of_a_conversation_keep_their_beginning(both):
             with runtime.evaluator():
                 pass
         trace = recorder.trace(DISK)
-        assert driver.brought == 0
+        assert driver.prefetched == 0
     read = [each["timings"]["prompt_n"] for each in (first, second, third)]
     assert read == [len(PROMPT), 1 + 3, 1]
     steps = zip(

@@ -1,4 +1,4 @@
-"""Replays of dynaexq, which learns and exchanges versions."""
+"""Replays of dynaexq, which learns usage and exchanges tiers."""
 
 from time import monotonic
 
@@ -21,8 +21,11 @@ def dynaexq(model, **options):
 
 
 def evaluate(e):
-    """Two conversations: prompts in parts, and forced answers. Then one token again and again: a
-    slow disk outlasts an answer, and so does a hot set's time on a fast machine."""
+    """Run two conversations: prompts in parts and forced answers. Then repeat one token.
+
+    The repetition lasts until a promotion on a slow disk, and until update_ms has passed on a fast
+    machine.
+    """
     for prompt in PROMPTS:
         e.eval(prompt, 0)
         for i, token in enumerate(ANSWER):
@@ -48,16 +51,16 @@ def evaluate(e):
         {},
         {"transition_rate": 0, "update_steps": 8, "hysteresis": 0.0},
         {"hot_experts": 2, "hotness_decay": 0.5},
-        {"expert_ram": 700 << 10, "ubatch": 1},  # low copies do not fit: they are cached
+        {"expert_ram": 700 << 10, "ubatch": 1},  # low copies do not fit, so they are cached
     ],
 )
 @pytest.mark.parametrize("warm", [False, True])
-def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
-    """Whatever the simulated disk does; from a cold start, and from an earlier run's profile."""
+def test_a_replay_learns_the_same_hotness(both, tmp_path, options, warm):
+    """The learned hotness is equal for every simulated disk, with and without a profile."""
     if warm:
         path = tmp_path / "hot.json"
         with Runtime.open(dynaexq(both)) as runtime, runtime.evaluator() as e:
-            # what is learned are shares of tokens, and these are soon forgotten
+            # the policy learns shares of tokens, which decay quickly
             size = e.inside.model.n_layers, e.inside.model.n_expert
             profile.save(path, e.inside.model, np.random.default_rng(11).random(size) * 0.1)
         options = options | {"profile": path}
@@ -71,8 +74,8 @@ def test_it_learns_what_the_run_did(both, tmp_path, options, warm):
         np.testing.assert_array_equal(found, learned)
 
 
-def test_measuring_the_dense_share_teaches_nothing(both, tmp_path):
-    """The skipped steps behind a recording are in neither the trace nor the profile."""
+def test_measuring_the_dense_share_does_not_affect_the_policy(both, tmp_path):
+    """The skipped steps after a recording are in neither the trace nor the profile."""
     path = tmp_path / "hot.json"
     with (
         Runtime.open(dynaexq(both, update_steps=1, profile=path)) as runtime,

@@ -35,12 +35,12 @@ def opened(config, parallel=1):
 
 
 def rows(e):
-    """Logits of a prompt and of a token after it."""
+    """Logits of a prompt and of one token after it."""
     return np.concatenate([e.eval(OTHER, 0), e.eval([7], len(OTHER))])
 
 
-def test_evaluations_between_answers_change_neither(config):
-    """Sequences are empty before and after an evaluation, whatever was in them."""
+def test_evaluations_between_answers_change_no_result(config):
+    """Sequences are empty before and after an evaluation, and answers stay the same."""
     with Runtime.open(config) as runtime, runtime.evaluator() as e:
         expected_rows = rows(e)
     with opened(config) as runtime:
@@ -51,7 +51,7 @@ def test_evaluations_between_answers_change_neither(config):
                 assert e.n_cached == 0
                 found = rows(e)
                 assert e.n_cached == len(OTHER) + 1
-            if config.policy in ("plain", "lru"):  # others learn of what they see
+            if config.policy in ("plain", "lru"):  # other policies learn from the evaluation
                 np.testing.assert_array_equal(found, expected_rows)
             again = answered(runtime, PROMPT, 6, **LONG)
             if config.policy != "context":
@@ -78,8 +78,8 @@ def test_an_answer_waits_for_the_end_of_an_evaluation(config):
             assert said["tokens"] == alone
 
 
-def test_an_answer_that_waits_can_be_given_up(config):
-    """By whoever asked for it, while the evaluation goes on."""
+def test_a_waiting_answer_can_be_cancelled(config):
+    """A waiting answer can be cancelled while the evaluation continues."""
     with opened(config) as runtime:
         with runtime.evaluator() as e:
             with closing(submitted(runtime, PROMPT, 6, **LONG)) as answer:
@@ -106,8 +106,8 @@ def test_an_evaluation_waits_for_the_end_of_an_answer(config):
             assert "".join(each["content"] for each in said) == alone
 
 
-def test_only_one_evaluates(config):
-    """A second one waits for the first, whichever thread it is on."""
+def test_a_second_evaluation_waits(config):
+    """A second evaluation waits for the first, on every thread."""
     with opened(config) as runtime:
         inside, seen = threading.Event(), []
 
@@ -127,9 +127,11 @@ def test_only_one_evaluates(config):
         assert seen == ["first", "second"]
 
 
-def test_phases_and_counters_are_as_before(both):
-    """After an evaluation each token's phase follows from its batch again, and an answer counts
-    only its own steps."""
+def test_an_evaluation_leaves_phases_and_counters(both):
+    """After an evaluation, each token's phase follows from its batch again.
+
+    An answer's costs count only its own steps.
+    """
     config = build(both, ubatch=16, policy="lru", expert_ram=64 << 20)
     with opened(config) as runtime:
         answered(runtime, PROMPT, 6, **LONG)
@@ -137,7 +139,7 @@ def test_phases_and_counters_are_as_before(both):
             pass
         before = answered(runtime, PROMPT, 6, **LONG)["costs"]
         with runtime.evaluator() as e:
-            rows(e)  # which ends with a token of an answer
+            rows(e)  # this ends with a token of an answer
             e.eval(OTHER, 0, phase=None)
         phases = []
         driver, store = runtime.inside.driver, runtime.inside.store
@@ -168,7 +170,7 @@ def test_a_failed_evaluation_leaves_the_runtime_usable(config):
 
 
 def test_a_cancelled_evaluation_does_not_cancel_the_next_answer(config):
-    """And one that begins after a cancelled answer computes."""
+    """An evaluation after a cancelled answer computes normally, and vice versa."""
     with opened(config) as runtime:
         with runtime.evaluator() as e:
             e.cancel()
@@ -180,8 +182,8 @@ def test_a_cancelled_evaluation_does_not_cancel_the_next_answer(config):
             assert np.isfinite(rows(e)).all()
 
 
-def test_sequences_of_an_evaluation_are_those_of_the_answers(both):
-    """Answers at the same time leave their sequences; an evaluation finds and leaves them empty."""
+def test_an_evaluation_empties_all_sequences(both):
+    """An evaluation empties the sequences of two concurrent answers."""
     config = build(both, ubatch=16, policy="lru", ctx=512)
     with opened(config, parallel=2) as runtime:
         body = {"prompt": PROMPT, "n_predict": 6, "temperature": 0, "return_tokens": True, **LONG}
@@ -214,7 +216,10 @@ def test_without_answering_only_evaluations_work(both):
 
 
 def test_settings_wait_for_an_evaluation(both):
-    """Those that load the model again; a live one of the policy counts at once."""
+    """A change that reloads the model waits for the evaluation.
+
+    A live setting takes effect at once.
+    """
     with opened(build(both, policy="dymoe", retention=0.5)) as runtime:
         changed = []
         with runtime.evaluator() as e:

@@ -1,4 +1,4 @@
-"""Several sequences in one context: each says what it would say alone."""
+"""Several sequences in one context: each gets the same tokens as alone."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from .conftest import drawn
 
 N_DECODE = 10
 PROMPTS = [drawn(6 + seed, seed) for seed in range(3)]
-# fixed, so that a run alone and one together compute with the same experts
+# A fixed placement, so that runs alone and together compute with the same experts.
 DYNAEXQ = {"policy": "dynaexq", "update_steps": 0, "hot_experts": 3, "expert_ram": 64 << 20}
 LRU = {"policy": "lru", "expert_ram": 1 << 20}
 DYMOE = {"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}
@@ -23,43 +23,45 @@ def opened(model, **settings):
 
 
 def alone(e, prompt):
-    """(greedy tokens, logits [1 + N_DECODE, n_vocab]) behind a prompt."""
+    """Return (greedy tokens, logits [1 + N_DECODE, n_vocab]) after a prompt."""
     rows = conftest.greedy(e, prompt, N_DECODE)
     return rows[:-1].argmax(axis=1).tolist(), rows
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU], ids=("dynaexq", "lru"))
 @pytest.mark.parametrize("n", [1, 4, 32])
-def test_equal_prompts_together_say_what_one_says(both, settings, n):
+def test_equal_prompts_in_one_batch_give_equal_tokens(both, settings, n):
     with opened(both, **settings) as runtime, runtime.evaluator() as e:
         expected, rows = alone(e, PROMPTS[0])
     with opened(both, **settings, sequences=n) as runtime, runtime.evaluator() as e:
         first = e.eval(PROMPTS[0], 0)[-1]
-        everyone = list(range(n))
-        for sequence in everyone:
+        all_sequences = list(range(n))
+        for sequence in all_sequences:
             e.fork(sequence)
         found = [[int(first.argmax())] * n]
         for at in range(N_DECODE):
-            logits = e.decode_batch(found[-1], everyone)
+            logits = e.decode_batch(found[-1], all_sequences)
             assert logits.shape == (n, len(first))
             np.testing.assert_array_equal(logits[1:], logits[:-1])
-            # Flash attention adds the cells of a sequence up in another order where others lie
-            # between them; logits spread by 2.
+            # Flash attention sums the KV cells of a sequence in another order if other sequences'
+            # cells are between them. Logits have a spread of 2.
             np.testing.assert_allclose(logits[0], rows[at + 1], atol=0 if n == 1 else 0.2)
             found.append(logits.argmax(axis=1).tolist())
-        assert [[row[s] for row in found[:-1]] for s in everyone] == [expected] * n
+        assert [[row[s] for row in found[:-1]] for s in all_sequences] == [expected] * n
         stats = e.inside.store.stats()
-        if settings is DYNAEXQ:  # what any sequence uses is in memory
+        if settings is DYNAEXQ:  # all experts are resident
             assert list(stats.demand_bytes) == list(stats.wait_us) == [0, 0]
             assert list(stats.hits) == list(stats.requests)
         e.inside.store.check()
 
 
 @pytest.mark.parametrize("settings", [DYNAEXQ, LRU, DYMOE], ids=("dynaexq", "lru", "dymoe"))
-def test_different_sequences_keep_apart(both, settings):
-    """Prompts of several lengths, one of them in a sequence that starts later. Where each expert
-    has one precision, each sequence says what it says alone, up to floating point: a batch adds
-    up in another order, so that equally likely tokens may change places (not here)."""
+def test_different_sequences_give_the_same_tokens_as_alone(both, settings):
+    """Sequences of different lengths, one of which starts later, give the same tokens as alone.
+
+    Each expert has one precision here. A batch sums in another order, so equally likely tokens
+    could be swapped, but not with these prompts.
+    """
     with opened(both, **settings) as runtime, runtime.evaluator() as e:
         expected = [alone(e, prompt)[0] for prompt in PROMPTS]
     with opened(both, **settings, sequences=3) as runtime, runtime.evaluator() as e:
@@ -80,13 +82,15 @@ def test_different_sequences_keep_apart(both, settings):
             decode([2, 0, 1])
         assert all(each == expected[i][: len(each)] for i, each in enumerate(found))
         assert [len(each) for each in found] == [10, 9, 8]
-        # the evaluator's own sequence is where it was
+        # the evaluator's own sequence is unchanged
         assert alone(e, PROMPTS[2])[0] == expected[2]
 
 
-def test_every_sequence_looks_ahead(both):
-    """In a decode step the predictions of all tokens are asked for, and no token's importance is
-    computed: not in the graph of a prompt with as many tokens, either."""
+def test_predictions_of_all_sequences_are_prefetched(both):
+    """A decode step prefetches the predicted experts of all its tokens, and computes no importance.
+
+    The graph of a prompt with as many tokens is not reused.
+    """
     two = {"retention": 0.5, "high_tier": "q4_k", "low_tier": "q2_k", "prefetch": "on"}
     options = {**two, "policy": "dymoe", "expert_ram": 64 << 20}
     with opened(both, sequences=4, ubatch=4, **options) as runtime, runtime.evaluator() as e:
@@ -119,7 +123,7 @@ def test_every_sequence_looks_ahead(both):
     assert n_apart > 0
 
 
-def test_a_full_context_leaves_the_sequences_as_they_were(both):
+def test_a_full_context_is_refused_and_changes_nothing(both):
     with opened(both, **DYNAEXQ, ctx=256, sequences=2) as runtime, runtime.evaluator() as e:
         e.eval(PROMPTS[0], 0)
         e.fork(0)
@@ -129,13 +133,13 @@ def test_a_full_context_leaves_the_sequences_as_they_were(both):
             e.decode_batch([1, 2], [0, 1])
         with pytest.raises(ConfigError, match="the context of 256 tokens is full"):
             e.decode_batch([1, 2], [0, 1])
-        e.fork(1)  # gives its own tokens back
+        e.fork(1)  # frees the sequence's own tokens
         assert e.decode_batch([1, 2], [0, 1]).shape[0] == 2
         e.reset()
         assert e.decode_batch([5], [1]).shape[0] == 1
 
 
-def test_what_is_no_step_is_refused(both):
+def test_invalid_batches_are_refused(both):
     with opened(both, **LRU, sequences=2) as runtime, runtime.evaluator() as e:
         for tokens, sequences, said in (
             ([], [], "one token for each"),

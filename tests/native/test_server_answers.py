@@ -1,5 +1,7 @@
-"""Answers that continue a message, that end at their limit, or inside a character; and the tokens
-that a chat template gets."""
+"""Contents of answers, and the special tokens that a chat template gets.
+
+Answers continue a message, end at their limit, or end inside a character.
+"""
 
 import json
 
@@ -19,7 +21,7 @@ ITEMS = [
     for each, kind in ((USER, "input_text"), (BEGUN, "output_text"))
 ]
 SETTINGS = {"policy": "lru", "high_tier": "q4_k", "ctx": 1024, "ram": 150 * MIB}
-# Where an answer has its text: whole, and in the events of a stream.
+# The text of an answer: in a complete body, and in the events of a stream.
 TEXTS = {
     CHAT: (lambda answer: answer["choices"][0]["message"]["content"], ("choices", 0, "delta")),
     MESSAGES: (
@@ -49,7 +51,7 @@ def events_of(runtime, route, **data):
 
 
 def streamed(route, events):
-    """The text of a stream."""
+    """Return the text of a stream."""
     text = ""
     for event in events:
         if route == RESPONSES and event.get("type") != "response.output_text.delta":
@@ -65,7 +67,7 @@ def streamed(route, events):
 
 
 @pytest.mark.parametrize("route", [CHAT, MESSAGES, RESPONSES])
-def test_the_text_that_an_answer_continues_is_no_part_of_it(runtime, route):
+def test_a_continued_message_is_not_repeated(runtime, route):
     asked = {"input": ITEMS} if route == RESPONSES else {"messages": [USER, BEGUN]}
     asked |= {LIMITS.get(route, "max_tokens"): 8, "temperature": 0}
     whole = TEXTS[route][0](answered(runtime, route, **asked))
@@ -80,7 +82,7 @@ def test_the_text_that_an_answer_continues_is_no_part_of_it(runtime, route):
     ("limit", "status", "reason"),
     [(2, "incomplete", {"reason": "max_output_tokens"}), (None, "completed", None)],
 )
-def test_a_response_says_whether_its_limit_cut_it(runtime, limit, status, reason):
+def test_a_response_reports_whether_the_limit_ended_it(runtime, limit, status, reason):
     asked = {"input": "Hi", "grammar": 'root ::= "Oslo is a city."', "temperature": 0}
     asked |= {} if limit is None else {"max_output_tokens": limit}
     answer = answered(runtime, RESPONSES, **asked)
@@ -96,10 +98,10 @@ def test_a_response_says_whether_its_limit_cut_it(runtime, limit, status, reason
 
 
 @pytest.mark.parametrize("route", [CHAT, RESPONSES, COMPLETIONS, NATIVE])
-def test_an_answer_that_ends_inside_a_character_leaves_it_out(runtime, route):
+def test_an_incomplete_last_character_is_left_out(runtime, route):
     text = "a日"
     n_tokens = len(answered(runtime, "/tokenize", content=text)["tokens"])
-    assert n_tokens > 2  # the character is more than one token
+    assert n_tokens > 2  # the character takes more than one token
     name = {RESPONSES: "input", CHAT: "messages"}.get(route, "prompt")
     asked = {name: [USER] if route == CHAT else "Hi", "grammar": f'root ::= "{text}" "a"*'}
     asked |= {LIMITS.get(route, "max_tokens"): n_tokens - 1, "temperature": 0}
@@ -111,7 +113,7 @@ def test_an_answer_that_ends_inside_a_character_leaves_it_out(runtime, route):
     ("removed", "shown"),
     [((), "<|endoftext|>,<|im_end|>"), (("bos",), ",<|im_end|>"), (("bos", "eos"), ",")],
 )
-def test_a_template_gets_the_tokens_that_the_file_names(tmp_path, monkeypatch, removed, shown):
+def test_a_template_gets_the_special_tokens_of_the_file(tmp_path, monkeypatch, removed, shown):
     left_out = {f"tokenizer.ggml.{name}_token_id" for name in removed}
 
     def vocabulary(n_vocab):

@@ -1,5 +1,7 @@
-"""Grammars, schemas and chat templates that would end llama.cpp's server, or keep it for ever: each
-is refused in one sentence, and the next request is answered."""
+"""Grammars, schemas and chat templates that would crash llama.cpp's server or run without end.
+
+Each is refused with one sentence, and the next request is answered.
+"""
 
 import resource
 
@@ -20,7 +22,7 @@ def runtime(library):
 
 
 def completed(runtime, **data):
-    """(status, the text or the sentence)"""
+    """Return (status, text or error message)."""
     usual = {"prompt": "One two", "n_predict": 40, "temperature": 1}
     status, answer = ask(runtime, "/completion", **(usual | data))
     return status, answer["content"] if status == 200 else answer["error"]["message"]
@@ -36,29 +38,29 @@ GRAMMARS = {
         rules("root ::= r0", *(f"r{n} ::= r{n + 1}" for n in range(30_000)), 'r30000 ::= "a"'),
         DEEP,
     ),
-    "ways to the left that double with each rule": (
+    "left alternatives that double": (
         rules("root ::= r0", *(f'r{n} ::= r{n + 1} | r{n + 1} "x"' for n in range(40)), "r40 ::= "),
         MUCH,
     ),
-    "ways on that double with each token": ('root ::= [^x] root "b" | [^x] root "c" | "x"', MUCH),
+    "right alternatives that double": ('root ::= [^x] root "b" | [^x] root "c" | "x"', MUCH),
     "a maximum below the minimum": ('root ::= "a"{3,1}', REPEATED),
     "copies of a long text": ('root ::= "' + "a" * 60_000 + '"{2000}', LARGE),
     "many repetitions": ("root ::= " + '"a"{0,2000} ' * 3000, LARGE),
     "a group that is repeated": ('root ::= ("a"?){5000}', REFUSED),
     "left recursion": ("root ::= root", "left recursion"),
-    "what is no grammar": ("root ::= (", "expecting ')'"),
+    "no grammar": ("root ::= (", "expecting ')'"),
     "no root": ('x ::= "a"', "does not contain a 'root'"),
 }
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_that_is_too_much_is_refused(runtime, name, capfd):
+def test_an_excessive_grammar_is_refused(runtime, name, capfd):
     grammar, said = GRAMMARS[name]
     status, message = completed(runtime, grammar=grammar, logit_bias=[["x", -100]])
     assert status in (400, 500) and said in message and "the grammar" in message
     assert len(message) < 300 and message.isprintable()
-    assert "samplers" not in message  # where the thread that decodes would read a grammar
-    assert capfd.readouterr().err == ""  # upstream prints the grammar
+    assert "samplers" not in message  # the decode thread would report samplers
+    assert capfd.readouterr().err == ""  # upstream would print the grammar
     assert completed(runtime, grammar='root ::= ("yes" | "no") "."')[1] in ("yes.", "no.")
 
 
@@ -77,12 +79,12 @@ def properties(n, **each):
 ITSELF = {"$ref": "#/definitions/a"}
 SCHEMAS = {
     "optional properties": (properties(2000), DEEP),
-    "lists of types in each other": (types(30), MUCH),
+    "nested lists of types": (types(30), MUCH),
     "a reference to itself in allOf": ({"allOf": [ITSELF], "definitions": {"a": ITSELF}}, DEEP),
     "a reference to itself": ({**ITSELF, "definitions": {"a": ITSELF}}, "left recursion"),
     "a maximum below the minimum": ({"type": "string", "minLength": 5, "maxLength": 3}, REPEATED),
     "many words": ({"enum": [f"{n:x} {n}" for n in range(20_000)]}, MUCH),
-    "a list without end": (
+    "a very long list": (
         {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
         "number of repetitions",
     ),
@@ -90,7 +92,7 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_is_too_much_is_refused(runtime, name):
+def test_an_excessive_schema_is_refused(runtime, name):
     schema, said = SCHEMAS[name]
     status, message = completed(runtime, json_schema=schema)
     assert status == 400 and said in message
@@ -106,20 +108,23 @@ USUAL = {
     "long strings": properties(20, maxLength=2000) | {"required": [f"p{n}" for n in range(20)]},
     "types": types(4),
     "a pattern": {"type": "string", "pattern": "^[a-z]{2,30}(-[a-z]+)*$"},
-    # an escape of a terminal is not in the log
+    # terminal escapes do not appear in the log
     "a forged line": {"type": "string", "pattern": "\x1b[31mforged\n"},
 }
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_a_usual_schema_is_kept(runtime, name, capfd):
+def test_an_ordinary_schema_is_accepted(runtime, name, capfd):
     status, text = completed(runtime, json_schema=USUAL[name], n_predict=12)
     assert status == 200, text
     assert capfd.readouterr().err == ""
 
 
-def test_a_client_that_leaves_ends_the_work_on_its_schema(runtime):
-    """400 prompts are as many conversions; without an end they take a minute."""
+def test_a_cancelled_request_ends_the_conversion_of_its_schema(runtime):
+    """A cancelled request ends the conversion of its schema.
+
+    400 prompts need 400 conversions, which would take a minute.
+    """
     many = {"prompt": ["One"] * 400, "n_predict": 1, "json_schema": properties(60)}
     answer = posted(runtime, "/completion", **many)
     answer.cancel()
@@ -140,7 +145,7 @@ TEXT, VALUES, PARTS = (
     "makes too many values",
     "more than 4096 parts in line 1",
 )
-LISTED = "{% set l = [1] %}{% set _ = l.append(l) %}"  # a list that holds itself
+LISTED = "{% set l = [1] %}{% set _ = l.append(l) %}"  # a list that contains itself
 KEPT = "{% set kept = namespace(it=[1], text='x') %}"
 TEMPLATES = {
     "loops in loops": (repeated(30_000, repeated(30_000, "")), MUCH),
@@ -180,13 +185,13 @@ TEMPLATES = {
     ),
     "an open block": ("{% for m in messages %}", "is not valid: a block is not closed"),
     "no template": ("{{ a b }}", "is not valid: Expected }} (Got b)"),
-    "what it raises": ("{{ raise_exception('Not here.') }}", "failed: Jinja Exception: Not here."),
+    "its own error": ("{{ raise_exception('Not here.') }}", "failed: Jinja Exception: Not here."),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_that_is_too_much_is_refused(library, tmp_path, name, capfd):
-    """It ends in seconds. Values of a template and its texts take 150 MiB at most."""
+def test_an_excessive_chat_template_is_refused(library, tmp_path, name, capfd):
+    """The template is refused in seconds, and the peak RSS grows by less than 150 MiB."""
     text, said = TEMPLATES[name]
     path = tmp_path / "chat.jinja"
     path.write_text(text)
@@ -201,8 +206,11 @@ def test_a_chat_template_that_is_too_much_is_refused(library, tmp_path, name, ca
     assert capfd.readouterr().err == ""
 
 
-def test_a_request_that_is_too_much_for_a_template_is_refused(library, tmp_path):
-    """The limits grow with the conversation, and the next request is answered."""
+def test_an_excessive_rendering_is_refused(library, tmp_path):
+    """A request whose rendering exceeds the limits is refused.
+
+    The limits grow with the conversation, and the next request is answered.
+    """
     path = tmp_path / "chat.jinja"
     path.write_text(
         "{% for m in messages %}{{ m.content }}{% if 'loop' in m.content %}"

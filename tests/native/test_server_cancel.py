@@ -1,4 +1,4 @@
-"""A request that is cancelled or fails inside a step: the server keeps what it had read before."""
+"""Requests that are cancelled or fail within a step: the server keeps the tokens read before."""
 
 import json
 import threading
@@ -13,18 +13,18 @@ WORDS = "Norway Peru Japan Kenya Spain Chile Egypt India".split()
 
 
 def text_of(n_words, first=0):
-    """A prompt in which no two places look alike."""
+    """Return a prompt without repetitions."""
     return " ".join(f"{WORDS[i % 8]} {first + i}," for i in range(n_words))
 
 
 def on_sequence(runtime, sequence, **data):
-    """The answer to a request for greedy text that takes a sequence, and has begun."""
+    """Submit a greedy request on a sequence and return its running answer."""
     body = {"temperature": 0, "ignore_eos": True, **data}
     return posted(runtime, "/v1/completions", [sequence], **body)
 
 
 class Held:
-    """Holds the policy's decision at a chosen call until `go_on` is set."""
+    """A wrapper of a policy that blocks a chosen call of `decide` until `go_on` is set."""
 
     def __init__(self, policy, monkeypatch):
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -44,18 +44,18 @@ class Held:
         monkeypatch.setattr(policy, "decide", held)
 
     def hold(self, in_calls):
-        """Holds the call that comes after `in_calls` more of them."""
+        """Block the call after the next `in_calls` calls."""
         at = self.at = self.calls + in_calls + 1
         self.hold_where(lambda _event: self.calls == at)
 
     def hold_where(self, is_there):
-        """Holds the first call whose event is_there returns True for."""
+        """Block the first call for whose event is_there returns True."""
         self.reached, self.go_on = threading.Event(), threading.Event()
         self._is_there = is_there
 
 
 def cancel_at_hold(held, answer):
-    """Cancels an answer while the policy is held inside of a step."""
+    """Cancel an answer while the policy is blocked within a step."""
     assert held.reached.wait(HANG_S)
     answer.cancel()
     held.go_on.set()
@@ -63,7 +63,7 @@ def cancel_at_hold(held, answer):
 
 
 def empty(runtime):
-    """Every sequence forgets what it holds."""
+    """Empty all sequences."""
     with runtime.evaluator():
         pass
 
@@ -72,14 +72,14 @@ def cached(answer):
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_cancel_ends_the_micro_batch_and_keeps_those_before_it(monkeypatch):
+def test_a_cancel_ends_the_micro_batch_and_keeps_earlier_ones(monkeypatch):
     with serving(**DYMOE) as runtime:
         n_layers = runtime.model.n_layers
         held = Held(runtime.inside.policy, monkeypatch)
         held.hold(2 * n_layers + 1)  # in the third micro-batch of 64 tokens
         prompt = text_of(120)
         cancel_at_hold(held, on_sequence(runtime, 0, prompt=prompt, max_tokens=4))
-        assert held.calls == held.at  # no other layer of that micro-batch was computed
+        assert held.calls == held.at  # no further layer of that micro-batch was computed
         answer = answered(runtime, prompt=prompt, max_tokens=4)
         assert cached(answer) == 128
     with serving(**DYMOE) as fresh:
@@ -99,7 +99,7 @@ def test_a_cancelled_answer_keeps_its_prompt(monkeypatch):
         assert held.calls == held.at
         answer = answered(runtime, **data)
         n_prompt = answer["usage"]["prompt_tokens"]
-        assert cached(answer) == n_prompt - 1  # the last one's logits are needed
+        assert cached(answer) == n_prompt - 1  # the last token is read again for its logits
     with serving(**DYMOE) as fresh:
         assert answered(fresh, **data)["choices"] == answer["choices"]
 
@@ -117,8 +117,8 @@ def test_a_step_that_fails_keeps_the_conversation(monkeypatch, is_answer):
 
 
 @pytest.mark.parametrize("cancelled_first", [True, False])
-def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
-    """Their answers are those that they give alone."""
+def test_other_requests_of_a_cancelled_step_continue(monkeypatch, cancelled_first):
+    """Their answers equal those without the cancelled request."""
     settings = DYMOE | {"ubatch": 256}
     texts = text_of(50), text_of(50, 500)
     data = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -127,7 +127,7 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         empty(runtime)
         held = Held(runtime.inside.policy, monkeypatch)
         held.hold(0)
-        # the first request's own step is held, so that both of the others come in one step
+        # the step of the opening request is blocked, so that both other requests run in one step
         opening = on_sequence(runtime, 0, prompt="Hello", max_tokens=1)
         assert held.reached.wait(HANG_S)
         requests = [on_sequence(runtime, n, prompt=text, **data) for n, text in enumerate(texts)]
@@ -146,20 +146,20 @@ def test_other_requests_of_a_cancelled_step_go_on(monkeypatch, cancelled_first):
         runtime.inside.store.check()
 
 
-@pytest.mark.parametrize("cancelled", ["the one that is computed", "the one that waits"])
+@pytest.mark.parametrize("cancelled", ["the computed one", "the waiting one"])
 def test_two_requests_on_one_sequence(monkeypatch, cancelled):
-    """A cancel concerns its own request only, not the other on its sequence or its step."""
+    """A cancel affects only its own request, not another request on its sequence or in its step."""
     with serving(2, **DYMOE) as runtime:
         held = Held(runtime.inside.policy, monkeypatch)
         held.hold(0)
         computed = on_sequence(runtime, 0, prompt="Hello", max_tokens=4)
         assert held.reached.wait(HANG_S)
         waits = on_sequence(runtime, 0, prompt="Hello you", max_tokens=4)
-        beside = on_sequence(runtime, 1, prompt="Good day", max_tokens=4)
-        gone, stays = (computed, waits) if cancelled.endswith("computed") else (waits, computed)
+        other = on_sequence(runtime, 1, prompt="Good day", max_tokens=4)
+        gone, stays = (computed, waits) if cancelled.endswith("computed one") else (waits, computed)
         gone.cancel()
         held.go_on.set()
         gone.close()
         assert whole(stays)[0] == 200
-        assert whole(beside)[0] == 200
+        assert whole(other)[0] == 200
         runtime.inside.store.check()

@@ -1,5 +1,8 @@
-"""Answers in the forms of chat templates: constraints hold in each of them, and an answer that is
-not in its template's form is returned as text. Scripted answers, without a model."""
+"""Answers in the format of each chat template, scripted without a model.
+
+Constraints hold in every format. An answer that does not match its template's format is returned as
+text.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +39,7 @@ def function(parameters, name="weather", **more):
 
 @pytest.fixture(scope="session")
 def tried(library, llama_source):
-    """tried(template, *answers, **request): the case, with each answer in `answers`."""
+    """tried(template, *answers, **request): the case, with a result for each answer."""
 
     def try_one(name, *answers, **request):
         template = (llama_source / "models/templates" / f"{name}.jinja").read_text("utf-8")
@@ -47,8 +50,8 @@ def tried(library, llama_source):
     return try_one
 
 
-THOUGHT = "Well.</think>"
-# Templates whose parsers in llama.cpp ignore schemas or let reasoning take the answer's place, with
+END_OF_REASONING = "Well.</think>"
+# Templates whose parsers in llama.cpp ignore schemas or allow reasoning instead of the answer, with
 # the text before an answer.
 SCHEMAS = {
     "moonshotai-Kimi-K2": "",
@@ -57,16 +60,16 @@ SCHEMAS = {
     "Kimi-K3": "Well.<|close|>think<|sep|><|open|>response<|sep|>",
     "GigaChat3-10B-A1.8B": "",
     "GigaChat3.1-10B-A1.8B": "",
-    "inclusionai-ling-3.0-flash": THOUGHT,
+    "inclusionai-ling-3.0-flash": END_OF_REASONING,
     "meetkai-functionary-medium-v3.2": "all\n",
-    "Qwen3.5-4B": f"{THOUGHT}\n\n",
-    "StepFun3.5-Flash": f"{THOUGHT}\n",
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": THOUGHT,
+    "Qwen3.5-4B": f"{END_OF_REASONING}\n\n",
+    "StepFun3.5-Flash": f"{END_OF_REASONING}\n",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": END_OF_REASONING,
     "LFM2-8B-A1B": "",
 }
 
 
-@pytest.mark.parametrize("with_tool", [False, True], ids=["alone", "beside a tool"])
+@pytest.mark.parametrize("with_tool", [False, True], ids=["alone", "with a tool"])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_an_answer_keeps_its_schema(tried, name, with_tool):
     start = SCHEMAS[name]
@@ -87,11 +90,10 @@ def valued(**properties):
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-# A schema that llama.cpp does not enforce as it is, a value that it allows, and values that it does
-# not allow.
+# A schema that llama.cpp does not enforce as written, a valid value, and invalid values.
 ENFORCED = {
     "a property of any kind": (valued(a=True), '{"a": [1]}', ["{}"]),
-    "the schema in itself": (
+    "a recursive schema": (
         {"type": "object", "properties": {"a": {"$ref": "#"}}},
         '{"a": {"a": {}}}',
         ['{"a": 1}', '{"b": {}}'],
@@ -118,7 +120,7 @@ ENFORCED = {
         '{"a": "ééü"}',
         ['{"a": "é"}', '{"a": "ééz"}'],
     ),
-    "a pattern beside maxLength": (
+    "a pattern with maxLength": (
         valued(a={"type": "string", "pattern": "^b+$", "maxLength": 2}),
         '{"a": "bb"}',
         ['{"a": "bbb"}'],
@@ -162,8 +164,11 @@ def test_a_schema_is_enforced(tried, name):
     assert json.loads(answer["message"]["content"]) == json.loads(good)
 
 
-def test_the_model_sees_the_schema_of_its_client(tried):
-    """The grammar has another one, and llama.cpp fails on the client's."""
+def test_the_prompt_has_the_clients_schema(tried):
+    """The prompt has the client's schema, while the grammar uses a rewritten one.
+
+    llama.cpp fails on the client's schema.
+    """
     schema = {"type": "object", "properties": {"a": True}, "required": ["a"]}
     made, _ = rewritten_arguments(schema, "s")
     tool = function({**schema, GRAMMAR_SCHEMA: made})
@@ -187,8 +192,8 @@ GLM = (
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n{}</tool_call>"
 )
 CITY_ALONE, DAYS_ALONE = '<param name="city">Oslo</param>', '<param name="days">3</param>'
-# Calls in the forms of templates whose grammars in llama.cpp are looser than a schema or than their
-# parser: those that are right, and those that are not.
+# Calls in formats whose grammars in llama.cpp are looser than a schema or than their parser: valid
+# ones and invalid ones.
 CALLS = {
     "openbmb-MiniCPM5-1B": (
         MINICPM,
@@ -218,7 +223,10 @@ def test_a_required_call_has_its_arguments(tried, name):
 
 @pytest.mark.parametrize("name", ["openbmb-MiniCPM5-1B", "google-gemma-4-31B-it", "LFM2-8B-A1B"])
 def test_a_call_may_have_any_of_its_optional_arguments(tried, name):
-    """Also by a name with other characters than letters."""
+    """A call may have any of its optional arguments.
+
+    The function's name may have characters other than letters.
+    """
     form, right, wrong = CALLS[name]
     free = {**CITY, "required": []}
     answers = [form.format(each).replace("weather", "get_weather") for each in (*right, wrong[-1])]
@@ -236,7 +244,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_an_answer_in_another_form_is_text(tried, name):
+def test_an_answer_in_another_format_is_text(tried, name):
     template, text = BROKEN[name]
     (answer,) = tried(template, text, tools=[function(CITY)])["answers"]
     for kind in ("message", "streamed"):
@@ -246,7 +254,10 @@ def test_an_answer_in_another_form_is_text(tried, name):
 
 
 def test_a_call_that_breaks_off_is_text_in_a_stream_too(tried):
-    """The parts of the call that went out stay, and the text follows."""
+    """A call that breaks off becomes text, in a stream too.
+
+    The parts of the call that were already sent remain, and the text follows.
+    """
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</call>"
     (answer,) = tried("Qwen3-Coder", text, tools=[function(CITY)])["answers"]
     assert answer["message"]["content"].strip() == text
@@ -255,7 +266,7 @@ def test_a_call_that_breaks_off_is_text_in_a_stream_too(tried):
 
 
 def pieces_of(answer):
-    """(content, reason of the end) of a chat's answer, whole or as events."""
+    """Return (content, finish reason) of a chat's answer, complete or as events."""
     events = [json.loads(each) for each in answer if each.startswith("{")]
     choices = [choice for event in events for choice in event.get("choices", ())]
     messages = [choice.get("delta") or choice.get("message") or {} for choice in choices]
@@ -266,8 +277,11 @@ def pieces_of(answer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_log_says_that_an_answer_is_in_no_form(library, stream):
-    """A call that the client has begun, and a model that has never seen one."""
+def test_the_log_reports_an_answer_in_another_format(library, stream):
+    """The log reports an answer that is not in the template's format.
+
+    The client begins a call in the assistant's message, and the model does not continue it.
+    """
     notes = []
     begun = [*QUESTION, {"role": "assistant", "content": "<tool_call>\n{"}]
     data = {

@@ -1,10 +1,11 @@
-"""What llama.cpp's server holds of a conversation: matched by text, looked at between two steps,
-and written to files."""
+"""Kept conversations in llama.cpp's server.
+
+They are matched by text, inspected between steps, and written to files.
+"""
 
 import json
 import threading
 
-import numpy as np
 import pytest
 
 from .conftest import HANG_S
@@ -24,7 +25,7 @@ def runtime():
 
 @pytest.fixture(autouse=True)
 def empty(runtime):
-    """Each test begins with sequences and copies that hold nothing."""
+    """Each test begins with empty sequences and no copies."""
     for sequence in range(2):
         runtime._core.forget(sequence)
 
@@ -34,7 +35,7 @@ def tokens_of(runtime, text):
 
 
 def letters(runtime, text):
-    """Other tokens for the same text: one for each letter."""
+    """Return other tokens for the same text: one for each letter."""
     tokenize = runtime.vocabulary.tokenize
     return [t for each in text for t in tokenize(each, add_special=False, parse_special=False)]
 
@@ -45,7 +46,7 @@ def submitted(runtime, prompt, sequence=0, **data):
 
 
 def ask(runtime, prompt, sequence=0, **data):
-    """(tokens of the prompt that were read, that were there, tokens of the answer)."""
+    """Return (tokens read, tokens reused, tokens of the answer)."""
     status, text = whole(submitted(runtime, prompt, sequence, **data))
     assert status == 200, text
     answer = json.loads(text)
@@ -56,16 +57,16 @@ def text_of(runtime, tokens):
     return b"".join(runtime.vocabulary.piece(each, True) for each in tokens)
 
 
-# (what is held, a prompt, what is held of it): texts, letter by letter in braces.
+# (held text, prompt, expected spelling of the prompt). Text in braces has one token per letter.
 AS_HELD = [
-    # An answer keeps the tokens that it was given in, and its last one may not have been read.
+    # An answer keeps its own tokens, and its last token may not have been read.
     (
         "<|im_start|>{Norway is}",
         "<|im_start|>Norway is<|im_end|>",
         "<|im_start|>{Norway is}<|im_end|>",
     ),
     ("<|im_start|>{Norw}", "<|im_start|>Norway is<|im_end|>", "<|im_start|>{Norw}ay is<|im_end|>"),
-    # Another text stays as it is.
+    # A different text is not changed.
     ("<|im_start|>{Norwegian}", "<|im_start|>Norway<|im_end|>", "<|im_start|>Norway<|im_end|>"),
     ("<|im_start|>{Norways}", "<|im_start|>Norway<|im_end|>", "<|im_start|>Norway<|im_end|>"),
     ("{Peru}", "<|im_start|>Norway<|im_end|>", "<|im_start|>Norway<|im_end|>"),
@@ -76,7 +77,7 @@ AS_HELD = [
         "<|im_start|>Norway<|im_end|>",
         "<|im_start|>Norway<|im_end|>",
     ),
-    # Nothing changes after a place that differs.
+    # Nothing changes after the first difference.
     ("Peru<|im_end|>{Norway}", "Kenya<|im_end|>Norway", "Kenya<|im_end|>Norway"),
     # Several texts.
     (
@@ -88,7 +89,7 @@ AS_HELD = [
 
 
 def spelled(runtime, text):
-    """Tokens of a text whose parts in braces have a token for each letter."""
+    """Tokenize a text whose parts in braces have one token per letter."""
     found = []
     for part in text.replace("}", "{").split("{"):
         found.append(part)
@@ -100,12 +101,12 @@ def spelled(runtime, text):
 
 
 @pytest.mark.parametrize(("held", "prompt", "expected"), AS_HELD)
-def test_a_prompt_takes_the_tokens_that_are_held(runtime, held, prompt, expected):
+def test_a_prompt_is_spelled_with_the_held_tokens(runtime, held, prompt, expected):
     given, found = spelled(runtime, prompt), spelled(runtime, expected)
     assert runtime._core.as_held(given, spelled(runtime, held)) == found
 
 
-def test_tokens_that_the_vocabulary_lacks_change_nothing(runtime):
+def test_tokens_outside_the_vocabulary_change_nothing(runtime):
     given = tokens_of(runtime, "Norway")
     assert runtime._core.as_held(given, [-1, 10**6]) == given
     assert runtime._core.as_held([*given, 10**6], [3]) == [*given, 10**6]
@@ -124,7 +125,7 @@ def test_an_answer_in_other_tokens_is_not_read_again(runtime):
     assert n_read == len(read) - len(held)
 
 
-def test_a_prompt_that_would_not_fit_in_the_held_tokens_is_left_alone(runtime):
+def test_a_prompt_too_long_in_held_tokens_is_unchanged(runtime):
     text = " ".join([ANSWER] * 60)
     held = letters(runtime, text)[:1000]
     ask(runtime, held)
@@ -147,7 +148,7 @@ def test_a_copy_in_memory_is_matched_by_text(runtime):
     assert ask(runtime, other)[0] == 1
 
 
-def test_a_copy_stays_for_others_that_begin_as_it_does(runtime):
+def test_a_copy_stays_for_further_prompts_with_its_prefix(runtime):
     system = tokens_of(runtime, USER.format("You are a guide. " * 12))
     texts = [
         system + tokens_of(runtime, f"{name}: where is it?") for name in ("Oslo", "Lima", "Cairo")
@@ -167,7 +168,7 @@ def test_a_copy_stays_for_others_that_begin_as_it_does(runtime):
         ({"n_predict": 3, "logit_bias": [[2, 1000]]}, "end"),
     ],
 )
-def test_how_an_answer_ended_and_when_each_token_was_known(runtime, data, stop):
+def test_stop_reason_and_token_times(runtime, data, stop):
     prompt = tokens_of(runtime, USER.format("Where is it?"))
     running = submitted(runtime, prompt, **data)
     status, text = whole(running)
@@ -182,7 +183,7 @@ def test_how_an_answer_ended_and_when_each_token_was_known(runtime, data, stop):
     assert look == (len(prompt) + len(times) - 1, stop, False)
 
 
-def test_an_answer_that_fills_the_context_says_so(runtime):
+def test_an_answer_that_fills_the_context_reports_it(runtime):
     with serving(**KEPT | {"ctx": 128}) as small:
         ask(small, tokens_of(small, ANSWER), n_predict=-1, ignore_eos=True)
         assert small._core.look(0)[1:] == ("limit", True)
@@ -190,7 +191,7 @@ def test_an_answer_that_fills_the_context_says_so(runtime):
         assert small._core.look(0)[1:] == ("limit", False)
 
 
-def test_a_cancelled_answer_did_not_end_by_itself(monkeypatch):
+def test_a_cancelled_answer_has_no_stop_reason(monkeypatch):
     with serving(**DYMOE) as runtime:
         held = Held(runtime.inside.policy, monkeypatch)
         ask(runtime, tokens_of(runtime, ANSWER))
@@ -201,7 +202,7 @@ def test_a_cancelled_answer_did_not_end_by_itself(monkeypatch):
         assert runtime._core.look(0).stop == "none"
 
 
-def test_work_on_a_slot_waits_for_its_answer_and_for_no_other(monkeypatch):
+def test_reading_a_sequence_waits_for_its_own_answer_only(monkeypatch):
     with serving(2, **DYMOE) as runtime:
         core, held = runtime._core, Held(runtime.inside.policy, monkeypatch)
         prompt = tokens_of(runtime, ANSWER)
@@ -222,12 +223,12 @@ def test_work_on_a_slot_waits_for_its_answer_and_for_no_other(monkeypatch):
             assert not each.is_alive()
         for each in answers:
             whole(each)
-        # Of the answer that decodes now, the last token is not read.
+        # The last token of the running answer is not read yet.
         assert found[1] == len(prompt)
         assert found[0] in (len(prompt) + 7, len(prompt))
 
 
-def test_a_file_holds_the_answer_and_more_may_follow_in_it(runtime, tmp_path):
+def test_a_conversation_is_restored_from_a_file(runtime, tmp_path):
     prompt = tokens_of(runtime, USER.format("Where is it?"))
     ask(runtime, prompt, n_predict=6, ignore_eos=True)
     core, path = runtime._core, tmp_path / "kept"
@@ -243,8 +244,11 @@ def test_a_file_holds_the_answer_and_more_may_follow_in_it(runtime, tmp_path):
     assert core.tokens(0) == []
 
 
-def test_what_a_policy_knows_goes_with_the_tokens():
-    """It is noted where a prompt and an answer end, and comes back with a prefix or a copy."""
+def test_policy_notes_are_kept_with_the_tokens():
+    """The policy's state is noted at the end of each prompt and answer.
+
+    It is returned with a prefix or a copy.
+    """
     said, notes = [], []
 
     def noted(_sequence):
@@ -256,29 +260,12 @@ def test_what_a_policy_knows_goes_with_the_tokens():
         first = tokens_of(runtime, USER.format("Where is it, and who lives there?"))
         other = tokens_of(runtime, "An entirely different text, about nothing in particular.")
         ask(runtime, first, n_predict=4, ignore_eos=True)
-        assert (len(notes), said) == (1, [])  # where the answer begins
+        assert (len(notes), said) == (1, [])  # at the beginning of the answer
         ask(runtime, first, n_predict=4, ignore_eos=True)
         assert (len(notes), said) == (3, [(0, b"0")])
         held = runtime._core.tokens(0)
         ask(runtime, other, n_predict=4, ignore_eos=True)
-        assert (len(notes), said) == (5, [(0, b"0")])  # another conversation takes nothing over
+        assert (len(notes), said) == (5, [(0, b"0")])  # another conversation inherits nothing
         assert ask(runtime, [*held, 67], n_predict=1)[0] == 1
-        # What was known at the end of the first conversation, before the other one.
+        # The state at the end of the first conversation, before the second one.
         assert said[1:] == [(0, b"3")]
-
-
-def test_a_copy_brings_back_what_context_counted():
-    with serving(policy="context", ram=160 * MIB, ctx=1024, cache_ram=8 * MIB) as runtime:
-
-        def counts():
-            state = runtime.inside.driver.save_sequence(0)
-            return np.frombuffer(state[len(b"moe-edge use 1\n") :], "<f8")
-
-        first = tokens_of(runtime, USER.format("Where is it, and who lives there? " * 8))
-        other = tokens_of(runtime, "An entirely different text, about nothing in particular. " * 8)
-        ask(runtime, first)
-        known = counts()
-        ask(runtime, other)
-        assert not np.allclose(counts(), known, atol=20)
-        assert ask(runtime, first)[0] == 1
-        np.testing.assert_allclose(counts(), known, atol=20)

@@ -1,4 +1,4 @@
-"""llama.cpp's server on a managed model: the same answers, with every policy, and a clean end."""
+"""llama.cpp's server core on a managed model: equal answers with every policy, and a clean end."""
 
 import json
 import threading
@@ -30,7 +30,7 @@ from .servers import (
     broken,
     config,
     posted,
-    server_config,
+    server_request,
     serving,
     whole,
 )
@@ -42,9 +42,9 @@ STREAM = {"prompt": PROMPT, "ignore_eos": True, "stream": True}
 
 
 @pytest.mark.parametrize("settings", [{"policy": "plain"}, LRU, LRU | {"policy": "firm"}])
-def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
+def test_lossless_policies_give_the_evaluators_probabilities(settings):
     settings = settings | {"use_extra_bufts": False}
-    made = server_config(config(**settings))
+    made = server_request(config(**settings))
     with Runtime.open(made) as runtime, runtime.evaluator() as evaluator:
         logits = evaluator.eval(evaluator.tokenize(PROMPT), 0)[-1].astype(np.float64)
     expected = np.sort(logits - np.logaddexp.reduce(logits))[::-1][:5]
@@ -55,7 +55,7 @@ def test_a_lossless_policy_gives_the_probabilities_of_the_engine(settings):
         again = answered(runtime, prompt=PROMPT, max_tokens=N)
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
         assert "Oslo" in answer["choices"][0]["text"] or answer["usage"]["completion_tokens"] == N
-        # the conversation's tokens are kept
+        # the conversation's tokens are reused
         assert again["timings"]["prompt_n"] < answer["timings"]["prompt_n"]
 
 
@@ -84,9 +84,9 @@ def test_every_policy_decides_for_the_server(policy):
         runtime.inside.store.check()
 
 
-def test_it_answers_what_is_declared():
+def test_declared_routes_equal_the_cores():
     declared = GENERATING.keys() | QUICK.keys() | READ.keys()
-    declared -= {OLLAMA_CHAT, OLLAMA_GENERATE}  # which become OpenAI's
+    declared -= {OLLAMA_CHAT, OLLAMA_GENERATE}  # which are converted to OpenAI's routes
     assert set(server_library().routes()) == declared | {"/metrics"}
 
 
@@ -111,8 +111,11 @@ def test_a_step_that_fails_is_one_error_and_the_next_request_is_fine(monkeypatch
         assert answer.failure() is None
 
 
-def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
-    """A step with a prompt may take a minute, and who watches the server asks every few seconds."""
+def test_metrics_are_answered_while_a_prompt_is_read(monkeypatch):
+    """`/metrics` answers while a step with a prompt runs.
+
+    Such a step may take a minute, but monitoring polls every few seconds.
+    """
     reading, go_on = threading.Event(), threading.Event()
     with serving(**DYMOE) as runtime:
         decide = runtime.inside.policy.decide
@@ -137,7 +140,7 @@ def test_figures_are_given_while_a_prompt_is_read(monkeypatch):
         assert whole(answer)[0] == 200
 
 
-def test_a_cancel_ends_the_work_and_keeps_what_was_read():
+def test_a_cancelled_prompt_keeps_its_read_tokens():
     with serving(**LRU) as runtime:
         seen = threading.Event()
         steps = []
@@ -158,8 +161,8 @@ def test_a_cancel_ends_the_work_and_keeps_what_was_read():
         assert usage["prompt_tokens_details"]["cached_tokens"] >= min(read, 64) - 1
 
 
-def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
-    """What it makes is in memory until then; the sequence is free afterwards."""
+def test_an_unread_stream_ends_early(monkeypatch):
+    """A stream ends with an error at 4,000 unread bytes, and its sequence is free afterwards."""
     monkeypatch.setattr(runtime_module, "AHEAD_BYTES", 4000)
     with serving(policy="plain") as runtime:
         answer = posted(runtime, "/v1/completions", max_tokens=200, **STREAM)
@@ -171,8 +174,11 @@ def test_a_stream_that_nobody_takes_ends_early(monkeypatch):
         assert answered(runtime, prompt=PROMPT, max_tokens=1)["choices"]
 
 
-def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
-    """As on a GPU, where a step with a prompt comes before the first request."""
+def test_decode_phase_after_a_warm_up_step(monkeypatch):
+    """After a warm-up step, tokens of an answer have the decode phase.
+
+    As on a GPU, the warm-up step has a prompt and comes before the first request.
+    """
     real = Loader.load
 
     def warmed(loader, *args):
@@ -191,8 +197,11 @@ def test_answers_are_answers_behind_kernels_that_were_tried(monkeypatch):
     [LRU, DYMOE, *(DYMOE | {"policy": name} for name in ("context", "dynaexq", "firm", "floor"))],
     ids=lambda each: each["policy"],
 )
-def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
-    """llama.cpp then decodes two tokens, which use one expert of each layer in each tier."""
+def test_starting_the_core_does_not_affect_the_policy(monkeypatch, settings):
+    """Starting the server core makes no decision and no request, and counts no step.
+
+    llama.cpp decodes two tokens at the start, which read at most one expert per layer and tier.
+    """
     decided = []
     on_route = Driver.on_route
 
@@ -201,8 +210,8 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
         on_route(driver, event)
 
     monkeypatch.setattr(Driver, "on_route", watched)
-    monkeypatch.setattr(Driver, "idle", lambda *_: None)  # it reads experts as well
-    with Runtime.open(server_config(config(**settings))) as runtime:
+    monkeypatch.setattr(Driver, "idle", lambda *_: None)  # idle reads load experts too
+    with Runtime.open(server_request(config(**settings))) as runtime:
         at_first = (runtime.inside.store.resident() < ABSENT).sum(axis=1)
     with serving(**settings) as runtime:
         inside, stats = runtime.inside, runtime.inside.store.stats()
@@ -220,17 +229,20 @@ def test_opening_the_core_teaches_the_policy_nothing(monkeypatch, settings):
 
 UBATCH = 64
 PROMPTS_OF = {
-    "one token": ([[5]], [1]),
-    "a part of one token": ([[*range(10, 10 + UBATCH + 1)]], [UBATCH, 1]),
-    "read again": ([[*range(10, 30)], [*range(10, 30)]], [20, 1]),
-    "two of one token": ([[[5], [6]]], [2]),
+    "a prompt of one token": ([[5]], [1]),
+    "a last micro-batch of one token": ([[*range(10, 10 + UBATCH + 1)]], [UBATCH, 1]),
+    "a repeated prompt": ([[*range(10, 30)], [*range(10, 30)]], [20, 1]),
+    "two prompts of one token": ([[[5], [6]]], [2]),
 }
 
 
 @pytest.mark.parametrize(("prompts", "sizes"), PROMPTS_OF.values(), ids=PROMPTS_OF)
-def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
-    """A step with one token of a prompt looks like a step of an answer."""
-    told, steps, tokens = [], [], []
+def test_the_core_distinguishes_prompts_from_answers(monkeypatch, prompts, sizes):
+    """The core reports the phase of each step and the end of each prompt.
+
+    A step with one prompt token has the same shape as a step of an answer.
+    """
+    phases_seen, steps, tokens = [], [], []
     settings = {"policy": "context", "placement": "wait", "expert_ram": 16 * MIB, "ubatch": UBATCH}
     with serving(2, **settings) as runtime:
         driver, store = runtime.inside.driver, runtime.inside.store
@@ -242,7 +254,7 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
 
         driver.set_route(watched)
         store.set_step_done(lambda step: (steps.append(step), driver.step_done(step)))
-        monkeypatch.setattr(driver, "follow", told.append)
+        monkeypatch.setattr(driver, "follow", phases_seen.append)
         for prompt in prompts:
             sequences = [0, 1] if isinstance(prompt[0], list) else [0]
             data = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
@@ -253,7 +265,7 @@ def test_the_core_tells_prompts_from_answers(monkeypatch, prompts, sizes):
     n_read = len(sequences) if len(sequences) > 1 else len(prompts)
     assert sum(len(step.prompt_ends) for step in steps) == n_read
     assert len(steps) - len(in_prompts) == 2 * len(prompts)  # the third token is not decoded
-    assert told == [step.phase for step in steps]
+    assert phases_seen == [step.phase for step in steps]
     assert all(phases in ({Phase.PREFILL}, {Phase.DECODE}) for phases in tokens)
 
 
@@ -281,6 +293,6 @@ def test_a_request_that_runs_alone_may_change_the_policy():
                 served.settings_for(wrong)
     with serving(policy="plain") as plain:
         served = served_of(plain)
-        with pytest.raises(ConfigError, match="no policy"):
+        with pytest.raises(ConfigError, match="--policy plain has no settings"):
             served.settings_for({"retention": 0.5})
         assert served.settings_for({}) is None

@@ -1,4 +1,4 @@
-"""What llama.cpp's server keeps of prompts within our plan, and answers that wait for a policy."""
+"""Prompt copies within the memory plan, and answers that wait for a policy."""
 
 import pytest
 
@@ -14,39 +14,32 @@ WAITS = {"policy": "context", "placement": "wait", "ram": 140 * MIB, "expert_ram
 
 
 def about(runtime, country):
-    """How many tokens of its prompt were read for an answer, and that answer."""
-    # Nothing of one prompt is the beginning of another one.
+    """Answer a prompt. Return (tokens read, text of the answer)."""
+    # No prompt is a prefix of another.
     prompt = f"{country}! " * 40 + f"What is the capital of {country}?"
     answer = answered(runtime, prompt=prompt, max_tokens=4, ignore_eos=True)
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-@pytest.mark.parametrize(
-    # Of each token 4 KiB: the memory holds one of these conversations and no second one.
-    ("cache_ram", "others"),
-    [(MIB, COUNTRIES[1:]), (0, COUNTRIES[1:2])],
-)
-def test_what_is_kept_stays_within_what_was_asked_for(cache_ram, others):
-    with serving(**LRU, cache_ram=cache_ram) as runtime:
-        assert runtime.plan.prompt_bytes == cache_ram
-        for country in (COUNTRIES[0], *others):
-            about(runtime, country)
-        assert about(runtime, COUNTRIES[0])[0] > 40
+def test_a_long_conversation_evicts_copies_before_slots():
+    """A long conversation takes the memory of prompt copies before that of slots.
 
-
-def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
-    """And may come back behind it."""
+    Copies may return after the long conversation.
+    """
     with serving(**LRU | {"ram": 136 * MIB, "ctx": 1024, "cache_ram": 4 * MIB}) as runtime:
         driver, store = runtime.inside.driver, runtime.inside.store
         shared, most = driver.shared, 4 * MIB
         planned = sum(size * n for size, n in store.spec.groups)
 
         def kept():
-            """Of copies. All of the memory that is shared is enough for all that is in use."""
+            """Return the bytes of prompt copies.
+
+            Check that slots, copies and touched memory fit the shared limit.
+            """
             slots = store.stats().slot_bytes
-            beside = sum(each.resident for each in touched_memory(store.library))
-            assert slots >= 0.98 * (planned - most)  # the rest is scratch that was not counted
-            assert slots + beside + driver.prompts <= shared.n_bytes
+            touched = sum(each.resident for each in touched_memory(store.library))
+            assert slots >= 0.98 * (planned - most)  # the rest is uncounted scratch
+            assert slots + touched + driver.prompts <= shared.n_bytes
             return driver.prompts
 
         for country in COUNTRIES:
@@ -73,13 +66,13 @@ def test_what_is_kept_gives_way_to_a_long_conversation_before_slots_do():
         (8 * MIB, MIB, 8, (8, 0)),
     ],
 )
-def test_copies_and_places_share_the_memory(n_bytes, part, parallel, expected):
+def test_copies_and_checkpoints_share_the_memory(n_bytes, part, parallel, expected):
     cache_mib, places = kept_prompts(n_bytes, part, parallel)
     assert (cache_mib, places) == expected
     assert cache_mib * MIB + places * part * parallel <= n_bytes
 
 
-def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
+def test_an_answer_waits_for_its_placement(monkeypatch):
     with serving(**WAITS) as runtime:
         driver = runtime.inside.driver
         asked = []
@@ -94,13 +87,13 @@ def test_an_answer_waits_for_where_its_experts_are_placed(monkeypatch):
             before = driver.store.states()[0].copy()
             wait()
             resident, target = driver.store.states()
-            assert (resident == target).all()  # nothing is under way when the answer begins
+            assert (resident == target).all()  # no transition is running when the answer begins
             waited.append(bool((resident != before).any()))
 
         monkeypatch.setattr(driver, "follow", following)
         monkeypatch.setattr(driver, "before_answer", waiting)
         about(runtime, "Norway")
-        # A prompt of more than 64 tokens comes in two steps, and one answer follows it.
+        # A prompt of more than 64 tokens takes two steps, followed by one answer.
         assert asked[:2] == [Phase.PREFILL] * 2 and set(asked[2:]) == {Phase.DECODE}
         assert waited == [True]
         assert driver.report()["placements"] == 1

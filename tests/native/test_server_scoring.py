@@ -1,7 +1,11 @@
-"""Prompts that llama.cpp's server does not score, scored on its context by the evaluator."""
+"""Scores of prompts (log probabilities), which llama.cpp's server lacks.
+
+The evaluator computes them on its context.
+"""
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +13,6 @@ import pytest
 from orchestrator.events import Phase
 from orchestrator.lab.eval.judge import Judge
 from orchestrator.plan.footprint import SCORING_BYTES, output_tokens
-from orchestrator.plan.request import PlanRequest
 from orchestrator.runtime.evaluator import log_softmax
 from orchestrator.runtime.runtime import Runtime
 from orchestrator.serve.admission import Body
@@ -20,7 +23,7 @@ from orchestrator.serve.settings import ServeSettings
 from orchestrator.serve.state import State, Stopped
 from orchestrator.serve.wire import Refusal
 
-from .servers import MIB, answered, broken, config, server_config, serving
+from .servers import MIB, answered, broken, config, server_request, serving
 
 SETTINGS = {"ctx": 256, "ram": 150 * MIB, "policy": "lru", "high_tier": "q4_k", "exact": True}
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
@@ -35,7 +38,7 @@ def runtime(library):
 
 @pytest.fixture
 def deciding():
-    """A server whose policy is asked in each layer of a prompt."""
+    """A server whose policy decides in each layer of a prompt."""
     with serving(**SETTINGS | {"policy": "dymoe"}) as made:
         yield made
 
@@ -65,14 +68,16 @@ def choice_of(runtime, prompt, **more):
 
 
 def said(runtime, prompt, **more):
-    """How many tokens were read for an answer, and that answer."""
+    """Return (tokens read, text of the answer)."""
     answer = answered(runtime, prompt=prompt, max_tokens=8, ignore_eos=True, **more)
     return answer["timings"]["prompt_n"], answer["choices"][0]["text"]
 
 
-def test_scores_are_those_of_eval_to_the_bit(runtime):
-    """Where eval computes as many tokens at once: sums have another order otherwise, by which a
-    router's close choices go."""
+def test_scores_equal_evals_bit_for_bit(runtime):
+    """Scores equal those of `eval` bit for bit, with the same number of tokens per micro-batch.
+
+    With another number, sums have another order, which decides close choices of a router.
+    """
     tokens = tokens_of(runtime, TEXT * 5)
     assert SCORED_TOKENS == runtime.inside.context.outputs < len(tokens)
     found = choice_of(runtime, tokens, top=3, n_more=1)
@@ -88,19 +93,22 @@ def test_scores_are_those_of_eval_to_the_bit(runtime):
         assert list(named.values()) == best + [logp] * (logp not in best)
 
 
-def test_there_is_room_for_the_longest_prompt_whatever_is_kept(runtime):
-    """Both sequences hold whole contexts, and lose them."""
-    room = runtime.about.n_ctx
+def test_the_longest_prompt_evicts_kept_conversations(runtime):
+    """A prompt as long as the context is scored although both sequences hold full contexts.
+
+    The sequences lose their tokens.
+    """
+    n_ctx = runtime.about.n_ctx
     words = tokens_of(runtime, TEXT * 20)
-    prompts = [[*tokens_of(runtime, other), *words][: room - 8] for other in OTHERS]
-    first = choice_of(runtime, words[:room])
-    for seat, prompt in enumerate(prompts):
-        assert said(runtime, prompt, id_slot=seat)[0] == room - 8
-    assert choice_of(runtime, words[:room]) == first
-    scored(runtime, "a")  # gives the context back, for the other tests
+    prompts = [[*tokens_of(runtime, other), *words][: n_ctx - 8] for other in OTHERS]
+    first = choice_of(runtime, words[:n_ctx])
+    for slot, prompt in enumerate(prompts):
+        assert said(runtime, prompt, id_slot=slot)[0] == n_ctx - 8
+    assert choice_of(runtime, words[:n_ctx]) == first
+    scored(runtime, "a")  # frees the context for the other tests
 
 
-def test_what_is_answered_is_the_same_before_and_behind(runtime):
+def test_scoring_does_not_change_later_answers(runtime):
     before = said(runtime, OTHERS[0], cache_prompt=False)
     scored(runtime, TEXT)
     runtime.inside.store.reset_stats()
@@ -108,7 +116,7 @@ def test_what_is_answered_is_the_same_before_and_behind(runtime):
     assert runtime.inside.store.stats().requests[Phase.DECODE] > 0  # tokens have their own phase
 
 
-def test_it_ends_between_parts_and_leaves_nothing(runtime):
+def test_scoring_stops_between_parts_and_leaves_no_tokens(runtime):
     tokens, goes_on = tokens_of(runtime, TEXT * 5), iter((True, True, False))
     with runtime.evaluator() as evaluator:
         parts = _logits(evaluator, tokens, lambda: next(goes_on))
@@ -121,7 +129,7 @@ def test_it_ends_between_parts_and_leaves_nothing(runtime):
     assert said(runtime, OTHERS[0])[1]
 
 
-def test_a_policy_that_fails_fails_the_request_alone(deciding, monkeypatch):
+def test_a_failing_policy_fails_only_its_request(deciding, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(deciding.inside.policy, "decide", broken)
         with pytest.raises(Refusal, match="the policy failed: RuntimeError: no idea"):
@@ -130,8 +138,8 @@ def test_a_policy_that_fails_fails_the_request_alone(deciding, monkeypatch):
     assert said(deciding, OTHERS[0])[1]
 
 
-def test_a_stop_ends_the_part_that_runs(deciding, monkeypatch):
-    """As SIGTERM does, from another thread."""
+def test_a_stop_ends_the_running_part(deciding, monkeypatch):
+    """A stop from another thread, as with SIGTERM, ends the running part."""
     decide, layers = deciding.inside.policy.decide, []
 
     def stopping(*event):
@@ -149,22 +157,26 @@ def test_a_stop_ends_the_part_that_runs(deciding, monkeypatch):
     ("n_vocab", "n_ubatch", "expected"),
     [(6144, 512, SCORED_TOKENS), (6144, 8, 8), (151_936, 512, 13), (10**8, 512, 1)],
 )
-def test_logits_of_a_part_are_in_the_plan(n_vocab, n_ubatch, expected):
-    scoring = server_config(config(**SETTINGS))
-    found = output_tokens(PlanRequest.of(scoring), n_vocab, n_ubatch)
+def test_the_plan_reserves_the_logits_of_a_part(n_vocab, n_ubatch, expected):
+    scoring = server_request(config(**SETTINGS))
+    found = output_tokens(scoring, n_vocab, n_ubatch)
     assert found == expected
     assert found == 1 or 2 * 4 * found * n_vocab <= SCORING_BYTES
-    assert output_tokens(PlanRequest.of(scoring.with_changes(scored=0)), n_vocab, n_ubatch) == 1
+    assert output_tokens(unscored(scoring), n_vocab, n_ubatch) == 1
 
 
-def planned(config):
-    with Runtime.open(config) as runtime:
+def unscored(request):
+    return replace(request, needs=replace(request.needs, scored=0))
+
+
+def planned(request):
+    with Runtime.open(request) as runtime:
         return runtime.plan
 
 
-def test_experts_give_up_what_the_logits_take():
-    """The experts' memory is whole slots, so that they give up a little less or more."""
-    scoring = server_config(config(**SETTINGS))
-    with_them, without = planned(scoring), planned(scoring.with_changes(scored=0))
+def test_scoring_takes_its_logits_from_the_expert_budget():
+    """The expert budget shrinks by whole slots."""
+    scoring = server_request(config(**SETTINGS))
+    with_them, without = planned(scoring), planned(unscored(scoring))
     assert with_them.scratch_bytes - without.scratch_bytes >= 4 * (SCORED_TOKENS - 1) * 6144
     assert with_them.budget_bytes < without.budget_bytes

@@ -1,5 +1,7 @@
-"""Tool calls with chat templates that know tools, that know none, and that refuse what they do not
-know: a choice of tools is kept, and conversations without tools are what they were."""
+"""Tool calls with chat templates that know tools, that do not, and that refuse unknown roles.
+
+A `tool_choice` holds in each. Conversations without tools are rendered as before.
+"""
 
 import json
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ STRICT = (
     "{% if message.role == 'user' %}[INST] {{ message.content | trim }} [/INST]"
     "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
 )
-# As those of Mistral: user and assistant take turns, calls and their results aside.
+# Like Mistral's templates: user and assistant alternate, except for calls and their results.
 IN_TURNS = (
     "{% set turns = namespace(n=0) %}{% for message in messages %}"
     "{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}"
@@ -60,29 +62,29 @@ REASONING = THINKING.replace(
 )
 
 SAID = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
-# What they make of TURNS, without tools.
+# Renderings of TURNS without tools.
 PLAIN = {
     "the demo's": SAID + "<|im_start|>assistant\n",
     "ChatML": SAID + "<|im_start|>assistant\n",
-    "one that refuses": "[INST] What is the capital of Norway? [/INST] Oslo.</s>"
+    "a strict one": "[INST] What is the capital of Norway? [/INST] Oslo.</s>"
     "[INST] And of Peru? [/INST]",
     "a bare one": "What is the capital of Norway?\nOslo.\nAnd of Peru?\n",
-    "one that thinks": SAID + "<|im_start|>assistant\n<think>\n",
+    "a thinking one": SAID + "<|im_start|>assistant\n<think>\n",
 }
 
 TEMPLATES = {
     "the demo's": None,
     "one that knows tools": Path(__file__).parents[1] / "unit/serve/tools.jinja",
     "ChatML": CHATML,
-    "one that refuses": STRICT,
+    "a strict one": STRICT,
     "a bare one": BARE,
-    "one that thinks": THINKING,
+    "a thinking one": THINKING,
 }
 
 
 @contextmanager
 def serving_with(folder, template):
-    """A server with a template of its own."""
+    """A server with this chat template."""
     path = template if isinstance(template, Path) else None
     if isinstance(template, str):
         path = folder / "template.jinja"
@@ -93,15 +95,15 @@ def serving_with(folder, template):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_choice_of_tools_is_kept(tmp_path, name):
+def test_tool_choice_holds(tmp_path, name):
     with serving_with(tmp_path, TEMPLATES[name]) as runtime:
         plain = answered(runtime, RENDER, messages=TURNS)["prompt"]
         assert plain == PLAIN.get(name, plain)
         common = {"messages": TURNS, "tools": [CAPITAL], "max_tokens": 300}
-        # A model that has never seen a tool calls without end where it may.
+        # A model that was not trained with tools would call without end.
         common["parallel_tool_calls"] = False
-        told = answered(runtime, RENDER, **common)["prompt"]
-        assert "The capital of a country." in told and "And of Peru?" in told
+        rendering = answered(runtime, RENDER, **common)["prompt"]
+        assert "The capital of a country." in rendering and "And of Peru?" in rendering
         made = answered(runtime, CHAT, **common, tool_choice="required")
         (choice,) = made["choices"]
         assert choice["finish_reason"] == "tool_calls", choice
@@ -109,7 +111,7 @@ def test_a_choice_of_tools_is_kept(tmp_path, name):
         for call in choice["message"]["tool_calls"]:
             assert call["function"]["name"] == "capital"
             assert json.loads(call["function"]["arguments"])["country"] in ("Norway", "Peru")
-        # A format is about a text, and there is none.
+        # A response format applies to text, and a call has none.
         common["response_format"] = {"type": "json_schema", "json_schema": {"schema": STRING}}
         made = answered(runtime, CHAT, **common, tool_choice="required")
         assert made["choices"][0]["finish_reason"] == "tool_calls"
@@ -120,9 +122,12 @@ def test_a_choice_of_tools_is_kept(tmp_path, name):
         assert after.index('{"country": "Peru"}') < after.index("Lima") < after.index("Really.")
 
 
-def test_reasoning_stands_apart(tmp_path):
-    """In a whole answer, and in the pieces of a stream, of which the first one has the role."""
-    # It has never seen a thought.
+def test_reasoning_is_separate_from_content(tmp_path):
+    """Reasoning and content are separate, in a complete answer and in a stream.
+
+    The first delta of the stream has the role.
+    """
+    # The demo model was not trained to reason.
     grammar = r'root ::= "Let me think.\n</think>\n\nIt is Lima."'
     data = {"messages": TURNS, "max_tokens": 60, "grammar": grammar}
     with serving_with(tmp_path, REASONING) as runtime:
@@ -138,7 +143,7 @@ def test_reasoning_stands_apart(tmp_path):
 
 
 def test_a_message_after_the_result_of_a_tool(tmp_path):
-    """It stays a message of its own unless the template refuses that."""
+    """A user's message after a tool's result stays separate, unless the template refuses that."""
     asked = [*AFTER_A_CALL, {"role": "user", "content": [{"type": "text", "text": "Be brief."}]}]
     with serving_with(tmp_path, IN_TURNS) as runtime:
         prompt = answered(runtime, RENDER, messages=asked)["prompt"]

@@ -1,4 +1,4 @@
-"""Slots give way to a context and to scratch, and come back; what is computed stays the same."""
+"""KV cells and scratch take memory from the slots and return it. Logits do not change."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from answering import answered, submitted
+from asking import request_of
 from mixing import SHAPE
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.errors import NativeError
 from orchestrator.native import Store, touched_memory
 from orchestrator.native.llama import LlamaContext
@@ -32,26 +32,29 @@ def path(library, tmp_path_factory):
 
 def opened(path, answering=None, **settings):
     usual = {"policy": "lru", "threads": 1, "ubatch": 512, "use_extra_bufts": False}
-    return Runtime.open(Config.build(model=path, **{**usual, **settings}), answering=answering)
+    return Runtime.open(request_of(model=path, **{**usual, **settings}), answering=answering)
 
 
 @pytest.fixture(scope="module")
 def cap(path):
-    """A cap with slots for two thirds of the experts."""
+    """A memory limit with slots for two thirds of the experts."""
     with opened(path, ctx=4096) as runtime, runtime.evaluator() as e:
         return e.plan.total_bytes - e.plan.slots.total_bytes // 3
 
 
 def held(e):
-    """Bytes of slots. All that is used is within what there is."""
+    """Return the bytes of the slots. Check that slots and touched memory fit the shared limit."""
     n_bytes = e.inside.store.stats().slot_bytes
-    beside = sum(each.resident for each in touched_memory(e.inside.store.library))
-    assert n_bytes + beside <= e.plan.shared.n_bytes
+    touched = sum(each.resident for each in touched_memory(e.inside.store.library))
+    assert n_bytes + touched <= e.plan.shared.n_bytes
     return n_bytes
 
 
-def test_slots_give_way_to_what_is_used_and_come_back(path, cap):
-    """Scratch of a large micro-batch stays for a while behind it, and counts as long."""
+def test_slots_shrink_with_used_memory_and_grow_again(path, cap):
+    """Slots shrink when KV cells and scratch are used, and grow again after a reset.
+
+    Scratch of a large micro-batch stays for a few steps and counts until it is freed.
+    """
     with (
         opened(path, ram=cap, conversations=True, ubatch=None) as runtime,
         runtime.evaluator() as e,
@@ -61,10 +64,10 @@ def test_slots_give_way_to_what_is_used_and_come_back(path, cap):
             e.eval(PROMPT[:n], at)
             at += n
             seen.append(held(e))
-        short, long, behind, *_ = seen
-        assert long < behind < short
-        room = plan.shared.cache_bytes(512)  # for a copy
-        assert 0 <= plan.slots.total_bytes - short <= room
+        short, long, after, *_ = seen
+        assert long < after < short
+        copy_bytes = plan.shared.cache_bytes(512)  # for a prompt copy
+        assert 0 <= plan.slots.total_bytes - short <= copy_bytes
         e.reset()
         e.eval(PROMPT[:20], 0)
         assert held(e) == short
@@ -73,13 +76,13 @@ def test_slots_give_way_to_what_is_used_and_come_back(path, cap):
 @pytest.mark.parametrize(
     ("ubatch", "steps"),
     [
-        # No small step gives scratch back before a short prompt of another conversation.
+        # No small step frees scratch before a short prompt of another conversation.
         (None, [(3000, 0), (3000, 3000), (3000, 6000), (400, 0)]),
-        # Cells of short cuts stay.
+        # The cells of a slightly shortened sequence stay.
         (512, [(2000, 0), (1, 1800), (1, 1600), (1, 1400), (1, 1100), (1, 900)]),
     ],
 )
-def test_what_stays_behind_a_prompt_counts(ubatch, steps, path, cap):
+def test_memory_that_stays_after_a_prompt_counts(ubatch, steps, path, cap):
     with (
         opened(path, ram=cap, conversations=True, ubatch=ubatch) as runtime,
         runtime.evaluator() as e,
@@ -91,18 +94,18 @@ def test_what_stays_behind_a_prompt_counts(ubatch, steps, path, cap):
             held(e)
 
 
-def test_an_answer_takes_cell_after_cell(path, cap):
+def test_slots_shrink_during_a_long_answer(path, cap):
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         seen = []
         for pos, token in enumerate(PROMPT[:1300]):
             e.eval([token], pos)
             seen.append(e.inside.store.stats().slot_bytes)
     assert seen == sorted(seen, reverse=True)
-    assert len(set(seen)) > 2  # from 512 cells on it goes in steps of 256
+    assert len(set(seen)) > 2  # from 512 cells on, in steps of 256
 
 
-def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
-    def full(_room):
+def test_a_step_that_gets_no_memory_fails_alone(path, cap):
+    def full(_bytes):
         raise MemoryError("no more")
 
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
@@ -116,9 +119,11 @@ def test_a_step_for_which_no_room_is_made_fails_alone(path, cap):
         assert np.array_equal(e.eval(PROMPT[:100], 0), row)
 
 
-def test_a_step_that_is_cut_off_keeps_no_slot(path, cap):
-    """It ends between the hook of a layer, which pins experts, and the ops that use them. The next
-    prompt needs a smaller limit."""
+def test_an_aborted_step_keeps_no_slot(path, cap):
+    """After an aborted step, the smallest limit can be set and the next prompt works.
+
+    The step ends between a layer's hook, which pins experts, and the ops that use them.
+    """
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         expected = e.eval(PROMPT[:20], 0)
         e.reset()
@@ -147,7 +152,10 @@ def test_a_step_that_is_cut_off_keeps_no_slot(path, cap):
 
 
 def test_a_signal_ends_a_step_of_an_answer(path, cap):
-    """No handler of Python's runs in it: what a signal calls comes from another thread."""
+    """A stop from another thread ends a step of an answer.
+
+    Python signal handlers cannot run inside the step.
+    """
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         e.eval(PROMPT[:20], 0)
         routed = []
@@ -165,8 +173,8 @@ def test_a_signal_ends_a_step_of_an_answer(path, cap):
         assert len(routed) == 1
 
 
-def test_a_prompt_counts_its_layers(path, cap):
-    """In one step of several micro-batches as well."""
+def test_prompt_progress_counts_layers(path, cap):
+    """The progress of a prompt grows with each layer, also in a step with several micro-batches."""
     with opened(path, Answering(), ram=cap) as runtime:
         driver, steps = runtime.inside.driver, {}
 
@@ -181,14 +189,15 @@ def test_a_prompt_counts_its_layers(path, cap):
         read = [each["prompt_progress"]["processed"] for each in events]
         assert read == sorted(read) and read[-1] == 1100 and len(read) > 2
         for seen in steps.values():
-            # A layer counts once its experts are computed: nothing is done at the first two routes.
+            # A layer counts after its experts are computed, so both of the first two routes report
+            # 0.
             assert seen == sorted(seen) and seen[0] == 0
             assert len(set(seen)) == len(seen) - 1 > 1
 
 
 @pytest.mark.parametrize("end", ["cancel", "interrupt", "nothing is read"])
 def test_waiting_for_slots_ends(end, path, cap, monkeypatch):
-    """Where reads into slots that go never come to an end."""
+    """A cancel, Ctrl-C, or the lack of running reads ends the wait for slots above the limit."""
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         monkeypatch.setattr(Store, "limit", lambda *_: 4096)
         monkeypatch.setattr(Store, "loading", 0 if end == "nothing is read" else 1)
@@ -202,7 +211,7 @@ def test_waiting_for_slots_ends(end, path, cap, monkeypatch):
         assert e.eval(PROMPT[:600], 0).shape[0] == 1
 
 
-def test_several_sequences_take_from_the_slots_too(path, cap):
+def test_cells_of_several_sequences_shrink_the_slots(path, cap):
     with (
         opened(path, ram=cap, conversations=True, sequences=2) as runtime,
         runtime.evaluator() as e,
@@ -217,7 +226,10 @@ def test_several_sequences_take_from_the_slots_too(path, cap):
 
 
 def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
-    """A long prompt that is gone lies before a short one: scratch goes by the last cell."""
+    """Scratch counts for all cells up to the last one in use.
+
+    The free cells of a dropped long prompt precede those of a short one.
+    """
     with (
         opened(path, ram=cap, conversations=True, sequences=1, ubatch=None) as runtime,
         runtime.evaluator() as e,
@@ -230,8 +242,11 @@ def test_attention_sees_free_cells_between_those_of_sequences(path, cap):
             held(e)
 
 
-def test_copies_of_prompts_take_from_slots_what_they_use(path, cap):
-    """Room for one more copy is set aside, so that none passes the cap when it is made."""
+def test_prompt_copies_shrink_the_slots(path, cap):
+    """Prompt copies shrink the slots, and all memory stays within the shared limit.
+
+    Memory for one more copy is reserved, so a new copy never exceeds the limit.
+    """
     with opened(path, Answering(reads_ahead=False), ram=cap) as runtime:
         shared, seen, store = runtime.plan.shared, [], runtime.inside.store
         assert shared.prompts > 0
@@ -239,8 +254,8 @@ def test_copies_of_prompts_take_from_slots_what_they_use(path, cap):
         def answer(prompt):
             answered(runtime, prompt, 2)
             seen.append(store.stats().slot_bytes)
-            beside = sum(each.resident for each in touched_memory(store.library))
-            assert seen[-1] + beside + runtime.memory()["kept prompts"] <= shared.n_bytes
+            touched = sum(each.resident for each in touched_memory(store.library))
+            assert seen[-1] + touched + runtime.memory()["kept prompts"] <= shared.n_bytes
 
         for start in range(0, 2400, 600):
             answer(PROMPT[start : start + 100])
@@ -251,7 +266,7 @@ def test_copies_of_prompts_take_from_slots_what_they_use(path, cap):
 
 @pytest.fixture
 def refusing(monkeypatch):
-    """refusing(name, most): the system makes no context of which that is more."""
+    """refusing(name, most): creating a context fails if this parameter is larger than `most`."""
 
     def refuse(name, most):
         class Refusing(LlamaContext):
@@ -265,7 +280,7 @@ def refusing(monkeypatch):
     return refuse
 
 
-def test_a_context_that_the_system_refuses_to_reserve_is_halved(path, cap, refusing):
+def test_a_context_that_cannot_be_reserved_is_halved(path, cap, refusing):
     refusing("n_ctx", 5000)
     with opened(path, ram=cap, conversations=True) as runtime, runtime.evaluator() as e:
         assert e.plan.n_ctx == N_CTX and e.n_ctx == 4096

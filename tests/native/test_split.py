@@ -1,5 +1,7 @@
-"""A model in several files (llama.cpp's gguf-split) is the model: same logits, plain and managed,
-with upstream's loader reading the same parts."""
+"""A model in several files (llama.cpp's gguf-split): logits equal those of the single file.
+
+This holds without management and with managed experts. Upstream's loader reads the same parts.
+"""
 
 import os
 
@@ -17,7 +19,7 @@ N_DECODE = 8
 
 
 def run(model, **options):
-    """Logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
+    """Return logits [1 + N_DECODE, n_vocab] of a prompt in two chunks and of greedy decoding."""
     with (
         opened(model, ubatch=32, use_extra_bufts=False, **options) as runtime,
         runtime.evaluator() as e,
@@ -48,7 +50,7 @@ def test_plain_and_managed_equal_the_whole_file(n_parts, bare_first, one, tmp_pa
 
 
 def test_parts_of_a_packed_file(both, tmp_path):
-    """Both tiers are read, from parts whose slices do not start at a block of the disk."""
+    """Both tiers are read from parts whose slices do not start at a disk block."""
     first = split(both, tmp_path, 3)[0]
     with ExpertModel.open(first) as model:
         offsets = [
@@ -61,13 +63,14 @@ def test_parts_of_a_packed_file(both, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3)])
-def test_low_in_parts_or_not(parts, tiny_model, tmp_path):
+def test_a_split_low_file(parts, tiny_model, tmp_path):
+    """Logits are equal whether the high file, the low file, or both are split."""
     files = tiny_model("qwen3moe", "q4_k"), tiny_model("qwen3moe", "q2_k")
     paths = [
         split(file, tmp_path / name, n)[0] if n > 1 else file
         for file, name, n in zip(files, ("high", "low"), parts, strict=True)
     ]
-    # nothing is read ahead or evicted: which tier a low request finds would depend on the disk
+    # without prefetch and evictions; otherwise the tier for a low request would depend on the disk
     options = {"policy": "dymoe", "retention": 0.5, "expert_ram": 64 << 20, "n_ahead": 0}
     expected = run(files[0], low=files[1], **options)
     np.testing.assert_array_equal(run(paths[0], low=paths[1], **options), expected)

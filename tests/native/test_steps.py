@@ -1,4 +1,4 @@
-"""Steps that llama_decode itself makes: one around each micro-batch, whoever calls it."""
+"""Steps that llama_decode makes: one for each micro-batch, for every caller."""
 
 import ctypes
 
@@ -19,8 +19,11 @@ CANCELLED = 2
 
 
 class Watched:
-    """A model with a small budget, a context beside its own, and what its store says: copies of
-    steps, and (layer, step, phase, phases and sequences of its tokens) of each event."""
+    """A model with a small budget, a second context on it, and records of its store.
+
+    steps: copies of the step reports. events: (layer, step, phase, phases of the tokens, sequences
+    of the tokens).
+    """
 
     def __init__(self, model):
         self.runtime = opened(model, ubatch=64, policy="lru", expert_ram=1 << 20)
@@ -37,7 +40,7 @@ class Watched:
         self.runtime.inside.driver.on_route(event)
 
     def read(self, tokens, pos=0, sequence=0):
-        """A prompt, or a part of one; its last step."""
+        """Decode a prompt or a part of one. Return its last step."""
         assert self.decoder.decode(prompt(tokens, pos, sequence)) == 0
         return self.steps[-1]
 
@@ -46,7 +49,7 @@ class Watched:
         return self.steps[-1]
 
     def forget(self):
-        """Drops what was read and what was seen."""
+        """Drop the sequences and the records."""
         self.decoder.forget()
         self.store.sequence_end()
         self.events.clear()
@@ -66,7 +69,7 @@ def watched(one):
 
 
 def test_micro_batches_are_steps(watched):
-    """41 tokens in one call, 8 at a time, are six steps, and compute what six calls do."""
+    """41 tokens in one call with micro-batches of 8 are six steps, with the logits of six calls."""
     steps = watched.steps
     for start in range(0, 41, 8):
         watched.read(PROMPT[start : start + 8], start)
@@ -76,14 +79,14 @@ def test_micro_batches_are_steps(watched):
     np.testing.assert_array_equal(watched.decoder.logits(), expected)
 
     assert [step.n_tokens for step in steps] == [8, 8, 8, 8, 8, 1]
-    assert {step.phase for step in steps} == {P}  # the last one belongs to a prompt
+    assert {step.phase for step in steps} == {P}  # the last step belongs to a prompt
     assert [step.starts for step in steps] == [(0,), *[()] * 5]
     assert [step.prompt_ends for step in steps] == [*[()] * 5, (0,)]
     assert [step.ends for step in steps] == [(0,), *[()] * 5]
     assert all(step.us > 0 for step in steps)
     numbers = [step.number for step in steps]
     assert numbers == list(range(numbers[0], numbers[0] + 6))
-    # the last layer sees tokens with an output alone
+    # the last layer only gets tokens with an output
     n_layers = watched.runtime.model.n_layers
     assert [(step, layer) for layer, step, *_ in watched.events] == [
         (number, layer)
@@ -94,7 +97,7 @@ def test_micro_batches_are_steps(watched):
 
 
 def test_each_token_has_its_phase(watched):
-    """A prompt comes in beside the answers of two other sequences."""
+    """Each token has its own phase if a prompt runs in one step with two answers."""
     for sequence in (0, 2):
         watched.read(PROMPT[:5], 0, sequence)
     watched.events.clear()
@@ -113,9 +116,10 @@ def test_each_token_has_its_phase(watched):
     assert watched.steps[-1].phase == D
 
 
-def test_callers_may_know_the_phase(watched):
+def test_callers_may_set_the_phase(watched):
+    """`set_phase` overrides the phase that follows from the batch."""
     store = watched.store
-    assert watched.answer(5, 0).phase == D  # by what the batch shows
+    assert watched.answer(5, 0).phase == D  # derived from the batch
     store.set_phase(P)
     step = watched.answer(6, 1)
     assert (step.phase, step.prompt_ends) == (P, (0,))
@@ -143,6 +147,7 @@ def set_prompts(watched, *sequences):
     ],
 )
 def test_callers_may_name_the_sequences_with_prompts(watched, prompts, phases, ends):
+    """Tokens of the named sequences have the prefill phase, all others the decode phase."""
     for sequence in range(3):
         watched.read(PROMPT[:2], 0, sequence)
     watched.events.clear()
@@ -166,7 +171,10 @@ def test_the_latest_declaration_of_phases_counts(watched):
 
 
 def test_steps_without_a_callback_start_no_sequence(watched):
-    """Their sequences are not reported as ended, and earlier ends are reported later."""
+    """Sequences of steps without a callback are not reported as ended.
+
+    Earlier ends are reported later.
+    """
     watched.read(PROMPT[:2], 0, 1)
     watched.store.sequence_end(1)
     watched.store.set_step_done(None)
@@ -176,12 +184,12 @@ def test_steps_without_a_callback_start_no_sequence(watched):
     assert watched.read(PROMPT[:2]).ends == (1,)
 
 
-def test_ends_are_told_once(watched):
+def test_ends_are_reported_once(watched):
     store = watched.store
     for sequence in range(3):
         watched.read(PROMPT[:2], 0, sequence)
     store.sequence_end(1)
-    store.sequence_end(3)  # no token of it was computed
+    store.sequence_end(3)  # none of its tokens was computed
     assert watched.answer(1, 2).ends == (1,)
     store.sequence_end()
     assert watched.answer(1, 3).ends == (0, 2)
@@ -189,8 +197,10 @@ def test_ends_are_told_once(watched):
 
 
 def test_a_read_error_fails_the_step(one, tmp_path):
-    """It has a code of its own and a sentence, nothing stays of the micro-batch, and the next
-    step is good."""
+    """The step fails with its own status and a message.
+
+    Its micro-batch is dropped, and the next step works.
+    """
     path, data = tmp_path / "cut.gguf", one.read_bytes()
     path.write_bytes(data)
     watched = Watched(path)
@@ -218,8 +228,12 @@ def test_a_read_error_fails_the_step(one, tmp_path):
         watched.close()
 
 
-def test_a_cancel_is_told_apart(watched):
-    """The store's, and that of the context's own abort callback, which stays."""
+def test_a_cancel_has_its_own_status(watched):
+    """A cancelled step returns status 2 and keeps the earlier tokens.
+
+    This holds for the store's cancel and for the context's own abort callback, which stays
+    installed.
+    """
     decoder, store = watched.decoder, watched.store
     asked = [False]
 
@@ -241,7 +255,10 @@ def test_a_cancel_is_told_apart(watched):
 
 @pytest.mark.parametrize("where", ["route", "step"])
 def test_a_callback_may_fail_the_step(watched, where):
-    """What it raised comes back, whichever micro-batch it was; those before it stay."""
+    """An exception in a callback fails the step, and `check_step` raises it.
+
+    Earlier micro-batches stay.
+    """
     decoder, store = watched.decoder, watched.store
     error, n = KeyError("odd"), [0]
 
@@ -269,9 +286,11 @@ def test_a_callback_may_fail_the_step(watched, where):
     watched.read(PROMPT[16:], 16)
 
 
-def test_prefill_may_be_watched_alone(watched):
-    """Without a callback, decode steps ask for the default tier; the logits are those of steps
-    that are watched."""
+def test_a_callback_for_prefill_only(watched):
+    """Without a callback, decode steps request the default tier.
+
+    Logits equal those with a callback.
+    """
     store = watched.store
 
     def answer():

@@ -1,4 +1,4 @@
-"""Slots that are given back and come again while the model runs."""
+"""Limits on the slots while a model runs: slots are freed and returned."""
 
 import ctypes
 import random
@@ -19,7 +19,7 @@ from .transition_driver import HELD, HIGH, KINDS, LOW, US, Driver, ExpertFile
 
 N_SLOTS = 8  # of each kind, for ten experts
 HUGE_PAGE = 2 << 20
-EXPERTS = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]  # as many
+EXPERTS = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (1, 2)]  # one for each slot
 THE_OTHERS = [(1, 3), (1, 4)]
 
 
@@ -32,7 +32,7 @@ def make(
     device=None,
     expert_bytes=20000,
 ):
-    """A store of one tier; so many experts are in memory, the first ones asked for longest ago."""
+    """Create a store with one tier and n_warm resident experts, least recently used first."""
     file = ExpertFile(folder / "experts.bin", 1, (expert_bytes,) * 5)
     driver = Driver(file, library, (n_slots,), device, simulated=simulated)
     driver.store.warm([(*each, 0) for each in [*EXPERTS, *THE_OTHERS][:n_warm]])
@@ -41,12 +41,12 @@ def make(
 
 
 def row_bytes(store):
-    """Of a slot of each kind: what one expert takes, and the least that works."""
+    """Bytes of one slot of each kind: one expert, which is the smallest limit."""
     return sum(size for size, _ in store.spec.groups)
 
 
 def kept(store):
-    """The experts in memory. Invariants hold, and no more slots are used than may be."""
+    """Return the resident experts. Check the invariants and the limit."""
     store.check()
     stats = store.stats()
     assert stats.slot_bytes_in_use <= stats.slot_bytes <= stats.budget_bytes
@@ -57,17 +57,17 @@ def kept(store):
 @pytest.mark.parametrize(
     ("n_warm", "slots", "usable", "left"),
     [
-        pytest.param(4, 4, 4, EXPERTS[:4], id="free slots go first"),
-        pytest.param(8, 5, 5, EXPERTS[3:], id="then what was used longest ago"),
-        pytest.param(8, 5.3, 5, EXPERTS[3:], id="whole slots alone"),
-        pytest.param(8, 1, 1, EXPERTS[7:], id="to the least"),
-        pytest.param(2, 1, 1, EXPERTS[1:2], id="to the least with few in use"),
-        pytest.param(8, 8, 8, EXPERTS, id="what is there already"),
-        pytest.param(8, 1000, 8, EXPERTS, id="more than was planned"),
+        pytest.param(4, 4, 4, EXPERTS[:4], id="free slots are removed first"),
+        pytest.param(8, 5, 5, EXPERTS[3:], id="then the least recently used"),
+        pytest.param(8, 5.3, 5, EXPERTS[3:], id="whole slots only"),
+        pytest.param(8, 1, 1, EXPERTS[7:], id="smallest limit"),
+        pytest.param(2, 1, 1, EXPERTS[1:2], id="smallest limit with few in use"),
+        pytest.param(8, 8, 8, EXPERTS, id="no change"),
+        pytest.param(8, 1000, 8, EXPERTS, id="more than planned"),
     ],
 )
-def test_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path):
-    """And what is left is what it was; then slots come back, empty."""
+def test_limits_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path):
+    """The kept experts are still valid. After the limit is raised, the new slots are empty."""
     driver = make(library, tmp_path, simulated, n_warm)
     with driver.store as store:
         row = row_bytes(store)
@@ -94,8 +94,11 @@ def test_between_steps(n_warm, slots, usable, left, simulated, library, tmp_path
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_refused(device, library, tmp_path):
-    """Nothing has changed then, and the next step is none that failed."""
+def test_refused_limits(device, library, tmp_path):
+    """A limit below one slot of each kind is refused, and every limit on a device.
+
+    A refusal changes nothing, and the next step works.
+    """
     driver = make(library, tmp_path, device=device)
     with driver.store as store:
         row, before = row_bytes(store), kept(store)
@@ -117,23 +120,26 @@ def test_refused(device, library, tmp_path):
         assert said and all(("warm start" in each) == (device is None) for each in said)
 
 
-def test_fixed_tables_end(library, tmp_path):
-    """Where everything was in memory and nobody decides, a prefetch has something to do again."""
+def test_static_tables_end_with_a_limit(library, tmp_path):
+    """A limit ends static tables, and prefetch works again.
+
+    Tables are static if all experts are resident and no policy decides.
+    """
     driver = make(library, tmp_path, simulated=True, n_warm=10, n_slots=10)
     with driver.store as store:
-        row, everything = row_bytes(store), kept(store)
-        assert everything == [*EXPERTS, *THE_OTHERS]
+        row, all_experts = row_bytes(store), kept(store)
+        assert all_experts == [*EXPERTS, *THE_OTHERS]
         store.limit(9 * row)
-        assert kept(store) == everything[1:]
+        assert kept(store) == all_experts[1:]
         store.limit(10 * row)
         for kind in KINDS:
-            driver.prefetch([(*everything[0], 0)], kind)
+            driver.prefetch([(*all_experts[0], 0)], kind)
         driver.clock.advance(1000 * US)
-        assert kept(store) == everything
+        assert kept(store) == all_experts
 
 
-def test_what_a_step_needs_goes_when_it_has_it(library, tmp_path):
-    """Of an expert that was computed, and of one that the step did not come to."""
+def test_pinned_slots_are_freed_after_their_use(library, tmp_path):
+    """Slots of a step's experts are freed after their use, or when an aborted step ends."""
     driver = make(library, tmp_path)
     with driver.store as store:
         row, needed = row_bytes(store), [3, 4]
@@ -154,8 +160,11 @@ def test_what_a_step_needs_goes_when_it_has_it(library, tmp_path):
 
 
 @pytest.mark.parametrize("step_begins", [True, False])
-def test_what_a_transition_holds_goes_when_it_ends(step_begins, library, tmp_path):
-    """At the next step, or before it: whoever waits for the limit may hold that step up."""
+def test_slots_of_a_transition_are_freed_at_its_end(step_begins, library, tmp_path):
+    """Slots of a transition are freed at the next step, or before it.
+
+    The next step may be waiting for the limit.
+    """
     file = ExpertFile(tmp_path / "experts.bin")
     driver = Driver(file, library, (4, 8))
     with driver.store as store:
@@ -177,7 +186,7 @@ def test_what_a_transition_holds_goes_when_it_ends(step_begins, library, tmp_pat
 
 
 def memory_at(address):
-    """Bytes of the mapping at this address that are in memory."""
+    """Return the resident bytes of the mapping at this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -186,11 +195,11 @@ def memory_at(address):
             inside = low <= address < high
         elif inside and first == "Rss:":
             return int(rest.split()[0]) * 1024
-    raise AssertionError("there is no such mapping")
+    raise AssertionError("no mapping at this address")
 
 
 def address_of(driver, layer, expert):
-    """Of one of its matrices, where it is now."""
+    """Return the current address of one matrix of an expert."""
     found = []
 
     def visit(_expert, _tier, _type, data, _bytes, _):
@@ -204,8 +213,8 @@ def address_of(driver, layer, expert):
 
 
 @pytest.mark.parametrize("expert_bytes", [300_000, 1_000_000])
-def test_memory_goes_back(expert_bytes, library, tmp_path):
-    """As the system counts it, but for what shares a huge page with the last slot."""
+def test_freed_memory_returns_to_the_system(expert_bytes, library, tmp_path):
+    """The RSS shrinks to the limit plus at most one huge page, which the last slot may share."""
     driver = make(library, tmp_path, expert_bytes=expert_bytes)
     with driver.store as store:
         row = row_bytes(store)
@@ -221,8 +230,10 @@ def test_memory_goes_back(expert_bytes, library, tmp_path):
 
 
 def rows_with(path, seed, **options):
-    """Logits behind a prompt and behind each of some tokens, and how many slots were evicted.
-    seed: limits change at random before each of them, None: there are none."""
+    """Return logits after a prompt and after each of 30 tokens, and the number of evictions.
+
+    seed: the limit changes at random before each step. None: no limit.
+    """
     config = Config.build(model=path, ctx=256, ubatch=32, threads=2, **options)
     prompt = [int(t) for t in np.random.default_rng(5).integers(0, 250, 40)]
     rows = []
@@ -244,15 +255,15 @@ def rows_with(path, seed, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"policy": "lru", "force_managed": True}, id="everything in memory"),
-        pytest.param({"policy": "lru", "expert_ram": 1 << 20}, id="some of it"),
+        pytest.param({"policy": "lru", "force_managed": True}, id="all experts resident"),
+        pytest.param({"policy": "lru", "expert_ram": 1 << 20}, id="some experts resident"),
         pytest.param({"policy": "lru", "expert_ram": 1 << 20, "layout": "cpu"}, id="own layout"),
-        pytest.param({"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}, id="read ahead"),
+        pytest.param({"policy": "dymoe", "retention": 1.0, "expert_ram": 1 << 20}, id="prefetch"),
     ],
 )
-def test_the_same_rows(options, tiny_model, library):
+def test_limits_do_not_change_logits(options, tiny_model, library):
     if "layout" in options and not library.interleaves(GGMLType.Q4_0, 256, 256):
-        pytest.skip("this CPU has no layout of its own for q4_0")
+        pytest.skip("this CPU has no own layout for q4_0")
     path = tiny_model("qwen3moe", "q4_0" if "layout" in options else "q4_k")
     rows, before = rows_with(path, None, **options)
     for seed in (1, 2):
@@ -261,8 +272,11 @@ def test_the_same_rows(options, tiny_model, library):
         assert evictions > before
 
 
-def test_a_step_of_a_model(tiny_model):
-    """Refused while it runs, which it gets over; the step callback may."""
+def test_a_limit_during_a_step_is_refused(tiny_model):
+    """A limit is refused during a step, and the step continues.
+
+    The step callback may set a limit.
+    """
     config = Config.build(
         model=tiny_model("qwen3moe", "q4_k"),
         ctx=256,
@@ -283,11 +297,11 @@ def test_a_step_of_a_model(tiny_model):
             said.append(str(refused.value))
             driver.on_route(event)
 
-        def behind_it(_step):
+        def after_it(_step):
             limits.append(store.limit(least))
 
         store.set_route(in_step)
-        store.set_step_done(behind_it)
+        store.set_step_done(after_it)
         np.testing.assert_array_equal(e.eval([1, 2, 3], 0), reference)
         assert said and all("a step" in each for each in said)
         assert limits == [0] and store.stats().slot_bytes == least

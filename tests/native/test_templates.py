@@ -1,5 +1,7 @@
-"""What chat templates show to the model, and what is read from the answers to them: upstream's, and
-small ones of the same kinds."""
+"""Renderings of chat templates and parsed answers.
+
+The templates are upstream's, and small ones of the same kinds.
+"""
 
 import json
 import time
@@ -42,7 +44,7 @@ LISTED = (
 )
 PYTHON_CALL = '<|tool_call_start|>[get_weather(city="Zagreb")]<|tool_call_end|>'
 
-# (template, how its model calls, what the prompt has of the tools)
+# (template, the model's form of a call, the tools' text in the prompt)
 SMALL = {
     "functions as a text": (
         "{% if functions %}{{ 'Functions: ' + functions }}\n{% endif %}"
@@ -71,13 +73,14 @@ SMALL = {
 
 
 def made_of(template, *cases):
-    """What the server makes of (request, answers of the model), one or more."""
+    """Return the server's result for each (request, answers of the model)."""
     asked = [{"request": request, "answers": answers} for request, answers in cases]
     return library().try_template(template, asked)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_upstream_template(name):
+    """The outcomes of upstream's template equal its row in templates.json."""
     sources = upstream_templates()
     assert outcomes(sources[name], ROWS[name]) == ROWS[name]["outcomes"]
 
@@ -147,7 +150,7 @@ ALTERNATES = (
         (TEXT_OR_CALL, "I will look. Zagreb Split rains snows"),
         (ONE_CALL, "I will look. Zagreb rains Split snows"),
         (REFUSES_TWO + TURNS.replace("CALLS", TAGGED), "I will look. Zagreb rains Split snows"),
-        # Its own way is to leave the text out; two messages it would refuse.
+        # The template leaves out the text, and would refuse two messages.
         (ALTERNATES + TEXT_OR_CALL, "Zagreb Split rains snows"),
     ],
     ids=["all", "text or calls", "one call", "refuses two calls", "text or calls, in turns"],
@@ -165,11 +168,14 @@ def test_text_and_calls_of_one_message_are_shown(template, order):
 @pytest.mark.parametrize(
     "template",
     [SMALL["neither"][0], LISTED, ONE_CALL],
-    ids=["our own form", "a list of tools alone", "one call"],
+    ids=["our own format", "a list of tools alone", "one call"],
 )
 def test_calls_take_time_in_proportion_to_their_number(template):
-    """Steps of the template are not counted anywhere, so that this compares times of the processor:
-    copying all calls for each call would take 16 times as long for four times as many."""
+    """Rendering four times as many calls takes less than eight times as long.
+
+    The test compares CPU times, because steps of the template are not counted. Copying all calls
+    for each call would take 16 times as long.
+    """
 
     def seconds(n_calls):
         message = {**CALLING, "tool_calls": n_calls * CALLING["tool_calls"]}
@@ -191,7 +197,7 @@ def test_results_in_another_order_follow_their_calls():
     assert places == sorted(places)
 
 
-# As GLM's templates do: parts of what the user says, and results that are a text.
+# Like GLM's templates: text parts in the user's messages, and results that are strings.
 PARTS_OF_THE_USER = TURNS.replace(
     "{{ message.content or '' }}CALLS",
     "{% if message.content is string %}{{ message.content }}{% elif message.role == 'user' %}"
@@ -297,7 +303,7 @@ def test_calls_get_ids_of_nine_characters(name):
     assert len(set(ids)) == 2 and all(len(each) == 9 and each.isalnum() for each in ids)
 
 
-# (template, the mark-up before the text that an answer continues)
+# (template, text before the answer that is continued)
 THINKING = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% else %}"
@@ -346,8 +352,8 @@ def test_reasoning_is_continued():
     has_text(made["answers"][0], "It is fine.", ", the sun.")
 
 
-def test_right_is_what_most_templates_are():
-    """The table does not fill up with what is known to be wrong."""
+def test_most_templates_are_right():
+    """At least 481 outcomes in the table are right, and the others are known faults."""
     cells = [cell for row in ROWS.values() for cell in row["outcomes"].values()]
     assert all(cell == RIGHT or cell.startswith("known: ") for cell in cells)
     assert sum(cell == RIGHT for cell in cells) >= 481

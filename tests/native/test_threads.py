@@ -1,5 +1,4 @@
-"""How ggml's compute threads wait for each other, with how many of them a context decodes, and that
-their number changes no bits."""
+"""ggml's compute threads: their barrier, their number, and equal bits for every number."""
 
 import subprocess
 import sys
@@ -28,14 +27,14 @@ PATHS = {
 }
 
 
-def test_as_many_as_find_a_core(compile_native):
+def test_number_of_threads_follows_the_free_cores(compile_native):
     program = compile_native(
         "threads_test", [HERE / "threads_test.cpp"], "-std=c++17", libraries=()
     )
-    assert "as many threads as find a core" in run_program(program, timeout_s=60)
+    assert "the number of threads follows the free cores" in run_program(program, timeout_s=60)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere upstream's barrier stays")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems use upstream's barrier")
 @pytest.mark.parametrize("flag", ["-O2", "-fsanitize=thread"])
 def test_barrier(flag, compile_native):
     sources = [HERE / "barrier_test.c"]
@@ -45,8 +44,11 @@ def test_barrier(flag, compile_native):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tier", ["q4_k", "q4_0", "q8_0"])
-def test_their_number_changes_no_bits(path, tier, tiny_model):
-    """Behind less than 256 tokens: beyond that upstream's attention sums by thread."""
+def test_the_number_of_threads_changes_no_bits(path, tier, tiny_model):
+    """Up to 256 tokens, logits are equal bit for bit for every number of threads.
+
+    Beyond that, upstream's attention sums per thread.
+    """
     model = tiny_model("olmoe", tier)
 
     def logits(numbers):
@@ -68,15 +70,15 @@ def test_their_number_changes_no_bits(path, tier, tiny_model):
         np.testing.assert_array_equal(logits(numbers), expected)
 
 
-def test_who_keeps_a_number(one, monkeypatch):
+def test_settings_that_fix_the_number_of_threads(one, monkeypatch):
     made = []
 
-    class Seen(load.FreeCores):
+    class Recording(load.FreeCores):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(load, "FreeCores", Seen)
+    monkeypatch.setattr(load, "FreeCores", Recording)
     for settings in ({"threads": 1}, {"exact": True}, {"seed": 7}):
         with opened(one, **{"threads": None, **settings}):
             assert not made, settings
@@ -86,10 +88,10 @@ def test_who_keeps_a_number(one, monkeypatch):
     assert made[0]._context == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody says who waits for a core")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not report waiting threads")
 @pytest.mark.skipif(default_threads() < 2, reason="needs two cores")
-def test_beside_busy_loops(one):
-    """With more processes than cores a token is soon computed by fewer threads."""
+def test_busy_cores_reduce_the_number_of_threads(one):
+    """With busy cores, fewer threads compute a token. Prompts use all threads."""
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(3 * default_threads())
@@ -111,12 +113,12 @@ def test_beside_busy_loops(one):
 
 
 def answer_with_advice(model, advice, monkeypatch, **settings):
-    """Return a long answer. advice: the number of threads that the load suggests for its steps."""
+    """Return a long answer. advice: the number of threads that the load suggests."""
 
     class Advised(load.FreeCores):
         def __init__(self, library, context):
             super().__init__(library, context)
-            self.close()  # the number stays, until the next run has another
+            self.close()  # the number stays until the next run sets another
             Bindings.load().api.llama_set_n_threads(context, advice, advice)
 
     monkeypatch.setattr(load, "FreeCores", Advised)
@@ -126,8 +128,11 @@ def answer_with_advice(model, advice, monkeypatch, **settings):
         return answered(runtime, drawn(600, 3), 200, temperature=0.8)["content"]
 
 
-def test_a_seed_gives_one_answer_beside_changing_load(tiny_model, monkeypatch):
-    """The number of threads changes how attention sums beyond some 512 tokens."""
+def test_a_seed_gives_one_answer_under_changing_load(tiny_model, monkeypatch):
+    """With a seed, answers are equal although the load suggests different numbers of threads.
+
+    Beyond about 512 tokens, the number of threads changes the order of sums in attention.
+    """
     model = tiny_model("olmoe", "q8_0")
     answers = [
         answer_with_advice(model, 1 + run % 3, monkeypatch, seed=7, ram=1 << 30)
@@ -137,7 +142,7 @@ def test_a_seed_gives_one_answer_beside_changing_load(tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize("made", ["eval", "check"])
-def test_measurements_keep_their_number_of_threads(one, made):
+def test_measurements_fix_the_number_of_threads(one, made):
     config = Config.build(model=one)
     assert config.adapts_threads
     measured = (

@@ -1,4 +1,4 @@
-"""Pairs of tiers end to end: which precisions are computed, and what skipping does to weights."""
+"""Pairs of tiers: the computed precisions, and the weights of experts after others are skipped."""
 
 import numpy as np
 import pytest
@@ -10,19 +10,19 @@ from orchestrator.runtime.runtime import Runtime
 
 from .conftest import build, drawn
 
-N_KINDS, SKIPPED = 3, MAX_TIERS  # gate, up, down; where the statistics count skipped experts
+N_KINDS, SKIPPED = 3, MAX_TIERS  # gate, up, down; the index of skipped experts in the statistics
 TOKENS = drawn(12, 1)
 THREE = ("q8_0", "q4_k", "q2_k")
 
 
 def open_model(model, **options):
-    """Half of the experts critical in every layer, token by token; nothing is read ahead."""
+    """Open a model in which half of the experts are critical in every layer, without prefetch."""
     settings = {"retention": 0.5, "schedule": "flat", "n_ahead": 0, "expert_ram": 1 << 26}
     return Runtime.open(build(model, use_extra_bufts=False, **settings).compared(**options))
 
 
 def decode(e):
-    """Logits [T, n_vocab], every token by decode decisions."""
+    """Logits [T, n_vocab], each token decoded as a step of an answer."""
     rows = [e.eval([token], pos, phase=Phase.DECODE)[-1] for pos, token in enumerate(TOKENS)]
     return np.stack(rows)
 
@@ -43,9 +43,11 @@ def uniform(model):
         (THREE, "q4_k", "q2_k"),
     ],
 )
-def test_any_pair(tiers, high, low, packed):
-    """Chosen out of a packed file, a pair computes what two ordinary files do, each expert in
-    the tier that was decided; and neither tier alone computes that."""
+def test_pairs_of_tiers(tiers, high, low, packed):
+    """A pair of tiers from a packed file gives the same logits as two ordinary files.
+
+    Each expert is computed in the decided tier. Neither tier alone gives these logits.
+    """
     first, second = high or tiers[0], low or tiers[-1]
     options = {"policy": "dymoe", "exact_tiers": True}
     with (
@@ -69,11 +71,14 @@ def test_any_pair(tiers, high, low, packed):
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_weights_of_the_kept(shape, renormalize, tiny_model, tmp_path):
-    """The better one of two experts is kept. The same model made to use one expert gives it
-    the sum of all weights where its weights are normalised (qwen3moe), and the weight that it
-    had among two where they are not (olmoe): renormalising must match the first, leaving the
-    weights alone the second, and not the other way round."""
+def test_weights_of_the_remaining_expert(shape, renormalize, tiny_model, tmp_path):
+    """If the worse of two experts is skipped, `renormalize` decides the weight of the other.
+
+    The result is compared with the same model that uses one expert per token. If weights are
+    normalised (qwen3moe), that model gives its expert the sum of all weights, which must equal the
+    result with `renormalize`. If not (olmoe), its expert keeps its weight, which must equal the
+    result without `renormalize`.
+    """
     model = tiny_model(shape, "f16")
     expected = uniform(repack(model, tmp_path / "single.gguf", expert_used_count=1))
     options = {"policy": "dymoe", "low_tier": "skip", "renormalize": renormalize}

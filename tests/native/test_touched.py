@@ -1,4 +1,4 @@
-"""Memory that is not used is not there: caches, scratch and work buffers by what was touched."""
+"""Memory that was not touched is not resident: KV cache, scratch and work buffers."""
 
 import ctypes
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asking import request_of
 
 from gguf_tools import synthetic
-from orchestrator.config import Config
 from orchestrator.native import touched_memory
 from orchestrator.runtime import llama_parts
 from orchestrator.runtime.runtime import Runtime
@@ -19,10 +19,10 @@ DRAWN = np.random.default_rng(0).integers(10, 300, 4000).tolist()
 SHAPE = replace(synthetic.preset("tiny-qwen3moe"), context=N_CTX)
 PAGE = 4096
 MIB = 2**20
-# Of keys and of values.
+# For keys and values.
 TENSORS = 2 * SHAPE.n_layer
 CELL_VALUES = TENSORS * SHAPE.n_head_kv * SHAPE.head_dim
-# Attention reads the cells beside those that are used, up to a whole number of so many.
+# Attention reads cells up to the next multiple of this number.
 READ_CELLS = 256
 ROW_BYTES = {"f16": 2.0, "q8_0": 34 / 32}
 
@@ -36,7 +36,7 @@ def path(library, tmp_path_factory):
 def opened(path, **settings):
     usual = {"policy": "lru", "expert_ram": 2 * MIB, "threads": 1, "ctx": N_CTX, "ubatch": 512}
     with (
-        Runtime.open(Config.build(model=path, **{**usual, **settings})) as runtime,
+        Runtime.open(request_of(model=path, **{**usual, **settings})) as runtime,
         runtime.evaluator() as e,
     ):
         assert e.n_ctx == N_CTX
@@ -44,20 +44,20 @@ def opened(path, **settings):
 
 
 def saved(context):
-    """The state of a context's first sequence, as llama.cpp writes it."""
+    """Return the state of a context's first sequence in llama.cpp's format."""
     data = (ctypes.c_uint8 * context.api.llama_state_seq_get_size(context.handle, 0))()
     assert context.api.llama_state_seq_get_data(context.handle, data, len(data), 0) == len(data)
     return bytes(data)
 
 
 def restored(context, state):
-    """Reads a state into a context's first sequence. False if llama.cpp cannot."""
+    """Restore the state of a context's first sequence. Return False if llama.cpp cannot."""
     data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
     return context.api.llama_state_seq_set_data(context.handle, data, len(data), 0) > 0
 
 
 def anonymous_bytes():
-    """Of this process, in memory, as the kernel adds it up."""
+    """Return the anonymous resident bytes of this process, as counted by the kernel."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) * 1024
@@ -65,9 +65,11 @@ def anonymous_bytes():
 
 
 @pytest.mark.parametrize("kv", ROW_BYTES)
-def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
+def test_the_resident_kv_cache_follows_its_cells(library, path, kv):
+    """The resident bytes of the KV cache follow the number of cells in use."""
+
     def held(n_cells):
-        """Whether the cache has that many cells in memory."""
+        """Return whether the cache has that many cells in memory."""
         least = n_cells * CELL_VALUES * ROW_BYTES[kv]
         most = (n_cells + READ_CELLS) * CELL_VALUES * ROW_BYTES[kv] + 2 * TENSORS * PAGE
         return least <= touched_memory(library).cache.resident <= most
@@ -96,9 +98,11 @@ def test_a_cache_is_as_large_as_what_it_holds(library, path, kv):
     assert touched_memory(library) == ((0, 0, 0), (0, 0, 0), (0, 0, 0))
 
 
-def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkeypatch):
-    """Without flash attention, values of all cells lie together for each of their dimensions: 2,048
-    cells in f16 are a page."""
+def test_transposed_values_touch_a_page_per_dimension(library, path, monkeypatch):
+    """Without flash attention, each dimension of the values touches its own pages.
+
+    The values of a dimension are contiguous: 2,048 f16 cells per page.
+    """
     monkeypatch.setattr(llama_parts, "has_flash", lambda *_: False)
     n_values = SHAPE.n_head_kv * SHAPE.head_dim
     with opened(path) as e:
@@ -114,8 +118,11 @@ def test_transposed_values_come_by_pages_of_each_dimension(library, path, monkey
         assert touched_memory(library).cache.resident == 0
 
 
-def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
-    """Of several that decode together: each has runs of cells to itself."""
+def test_a_dropped_sequence_frees_its_pages(library, path):
+    """A dropped sequence frees the pages of its cells.
+
+    Several sequences decode together, and each has its own runs of cells.
+    """
     with opened(path, sequences=4) as e:
         e.eval(DRAWN[:10], 0)
         for each in range(4):
@@ -133,7 +140,7 @@ def test_a_sequence_that_is_dropped_gives_its_pages_back(library, path):
 
 
 @pytest.mark.parametrize("policy", ["lru", "plain"])
-def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
+def test_scratch_shrinks_after_a_long_prompt(library, path, policy):
     with opened(path, policy=policy, expert_ram=2 * MIB if policy == "lru" else None) as e:
         e.eval(DRAWN[:10], 0)
         before = touched_memory(library)
@@ -147,8 +154,8 @@ def test_scratch_is_back_behind_a_long_prompt(library, path, policy):
         assert after.cache.resident >= prompt.cache.resident
 
 
-def test_the_process_has_that_much_less(library, path):
-    """The kernel's own sum for the process says what ours says, but for what Python takes."""
+def test_freed_memory_agrees_with_the_kernel(library, path):
+    """The bytes that we count as freed agree with the kernel's count within 1 MiB."""
     with opened(path) as e:
         e.eval(DRAWN, 0)
         process, ours = anonymous_bytes(), sum(each.resident for each in touched_memory(library))
@@ -160,14 +167,14 @@ def test_the_process_has_that_much_less(library, path):
         assert abs(process - anonymous_bytes() - given_back) < MIB
 
 
-def test_what_another_sequence_holds_stays(library, tiny_model):
-    """A prompt is dropped that a fork goes on from: its cells stay, until the fork goes too."""
+def test_cells_of_a_fork_stay(library, tiny_model):
+    """The cells of a dropped prompt stay until its fork is dropped too."""
     prompt, steps = DRAWN[:1000], DRAWN[1000:1006]
     usual = {"policy": "plain", "threads": 1, "ctx": 2048, "sequences": 1}
     rows = []
     for drop in (False, True):
-        config = Config.build(model=tiny_model("qwen3moe", "q8_0"), **usual)
-        with Runtime.open(config) as runtime, runtime.evaluator() as e:
+        request = request_of(model=tiny_model("qwen3moe", "q8_0"), **usual)
+        with Runtime.open(request) as runtime, runtime.evaluator() as e:
             e.eval(prompt, 0)
             e.fork(0)
             if drop:

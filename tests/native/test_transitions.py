@@ -1,4 +1,4 @@
-"""Transitions of the real store: promote, demote, publish, evict, a failed read, a held one."""
+"""Transitions of the real store: promotion, demotion, publication, eviction, and reads."""
 
 import os
 import time
@@ -33,8 +33,10 @@ def expert_file(tmp_path_factory):
 
 @pytest.fixture
 def make(expert_file, library, device):
-    """make(slots, high, file): a store with every expert in memory, whose invariants hold in the
-    end."""
+    """Return the function make(slots, high, file), which makes a store with all experts resident.
+
+    The store's invariants are checked at the end.
+    """
     made = []
 
     def make_one(slots=(4, 8), high=HOT, file=expert_file):
@@ -59,17 +61,19 @@ def step(driver, layer=0, experts=range(N_EXPERT)):
     return driver.use(layer, list(experts))
 
 
-def test_a_swap(driver):
-    """Demotion into the reserve, then promotion into the slot that it freed; each is visible from
-    the next step on, and never sooner."""
+def test_two_experts_exchange_their_tiers(driver):
+    """An expert is demoted into the reserve, and another expert promoted into the freed slot.
+
+    Each takes effect at the next step.
+    """
     store = driver.store
     assert store.transition([(0, 3, HIGH)]) == 0  # the high pool is full
-    store.set_transition_rate(HELD)  # or it may arrive before the step begins
+    store.set_transition_rate(HELD)  # otherwise the read may complete before the step begins
     assert store.transition([(0, 0, LOW)]) == 1
     driver.store.begin_step(Phase.DECODE)
     driver.arrive()
     assert driver.state(0, 0) == (HIGH, LOW, True)
-    assert driver.use(0, [0]) == {0: {HIGH}}  # the step began with that version
+    assert driver.use(0, [0]) == {0: {HIGH}}  # the step began with this version
     assert step(driver)[0] == {LOW}
     assert all(each[0].tolist() == [LOW, HIGH, LOW, LOW, LOW] for each in store.states())
 
@@ -85,8 +89,8 @@ def test_a_swap(driver):
     assert stats.evictions == 0
 
 
-def test_the_rate_holds_reads_back(driver):
-    """One part goes through at once, the rest waits; a demand read does not."""
+def test_the_rate_delays_reads(driver):
+    """At 1 byte/s, the first part is read at once and the rest waits. Steps continue."""
     driver.store.set_transition_rate(HELD)
     assert driver.store.transition([(0, 0, LOW)]) == 1
     for _ in range(20):
@@ -98,8 +102,11 @@ def test_the_rate_holds_reads_back(driver):
     assert step(driver)[0] == {LOW}
 
 
-def test_a_rate_is_kept_whatever_it_comes_from(driver, device):
-    """Back to what was there before: on a device that still lies in the host's memory."""
+def test_the_rate_holds_for_the_host_cache_too(driver, device):
+    """Transitions keep their rate when their bytes come from the host cache.
+
+    The experts return to their earlier tier, which on a device is still in the host cache.
+    """
     store, experts = driver.store, [(0, 0), (1, 0)]
     for tier in (LOW, HIGH, LOW):
         assert store.transition([(*expert, tier) for expert in experts]) == 2
@@ -111,7 +118,7 @@ def test_a_rate_is_kept_whatever_it_comes_from(driver, device):
     start = time.monotonic()
     assert store.transition([(*expert, HIGH) for expert in experts]) == 2
     until(lambda: not driver.reading().any())
-    # the first part needs no wait
+    # the first part does not wait
     assert time.monotonic() - start >= 5 * EXPERT_BYTES[HIGH] / rate
     assert device is None or sum(store.stats().host_hits) > before
 
@@ -131,7 +138,7 @@ def test_a_failed_read_leaves_the_old_version(make, tmp_path, how):
         assert step(driver, 1)[0] == {HIGH}
 
     until(lambda: store.stats().transitions_failed + store.stats().experts_demoted == 2, a_step)
-    store.check_step()  # no step failed for it
+    store.check_step()  # no step failed because of the read
     store.check()
     assert all(each[:, 0].tolist() == [LOW, HIGH] for each in store.states())
     file.path.write_bytes(file.data)
@@ -140,9 +147,11 @@ def test_a_failed_read_leaves_the_old_version(make, tmp_path, how):
     assert step(driver, 1)[0] == {LOW}
 
 
-def test_a_token_does_not_lose_an_expert_in_transition(make):
-    """A policy that also asks for tiers: its demand takes over a promotion under way, and what is
-    in transition is not evicted for others."""
+def test_a_request_takes_over_a_running_promotion(make):
+    """A request takes over a running promotion to the same tier.
+
+    Experts in transition are not evicted for other experts.
+    """
     driver = make((2, 10), set())
     store = driver.store
     store.set_transition_rate(HELD)
@@ -164,8 +173,11 @@ def test_unknown_experts_are_refused(driver):
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_token_that_wants_better_than_a_demotion_brings(make, held, tmp_path):
-    """The expert is between two tiers, and a token needs it in a third one."""
+def test_a_request_during_a_demotion(make, held, tmp_path):
+    """A request for a better tier during a demotion gets that tier.
+
+    The expert moves between two tiers, and a token requests a third one.
+    """
     driver = make((2, 12, 2, 2, 2), set(), ExpertFile(tmp_path / "five.bin", n_tiers=5))
     store = driver.store
     store.set_route(None, LOW)
@@ -186,23 +198,26 @@ def test_a_token_that_wants_better_than_a_demotion_brings(make, held, tmp_path):
     assert step(driver)[0] == {LOW}
 
 
-def test_an_expert_of_two_versions(expert_file, library):
-    """Tiers share slots, and an aborted step has evicted one matrix of a high expert. A token that
-    asks for low gets that one in low, beside what is left. In transition to high, that one alone
-    moves, and yet nothing of the expert is evicted."""
+def test_an_expert_with_two_tiers(expert_file, library):
+    """Matrices of one expert in different tiers. Tiers share slots.
+
+    An aborted step has evicted one matrix of a high expert. A low request loads only this matrix in
+    low. A transition to high then moves only this matrix, and none of the expert's matrices is
+    evicted.
+    """
     driver = Driver(expert_file, library, slots=(4,), pools=(0, 0), simulated=True)
     with driver.store as store:
         store.warm([(0, 0, LOW), (0, 1, LOW)])
         assert store.transition([(0, 0, HIGH)]) == 1
         driver.clock.advance(50 * US)
-        for expert, tier in ((0, HIGH), (1, LOW)):  # 0 is what was used longest ago
+        for expert, tier in ((0, HIGH), (1, LOW)):  # expert 0 is the least recently used one
             store.begin_step(Phase.DECODE)
             assert driver.use(0, [expert]) == {expert: {tier}}
-        driver.prefetch([(1, 0, LOW), (1, 1, LOW)], DOWN)  # no slot of that kind is free now
+        driver.prefetch([(1, 0, LOW), (1, 1, LOW)], DOWN)  # now no slot of that kind is free
         driver.clock.advance(50 * US)
         store.begin_step(Phase.DECODE)
         driver.apply(1, [2, 3])
-        store.begin_step(Phase.DECODE)  # before it has read a down
+        store.begin_step(Phase.DECODE)  # before any down matrix is read
         driver.clock.advance(50 * US)
         assert store.resident()[0, 0] == ABSENT
         assert driver.use_matrices(0, [0]) == {0: {GATE: HIGH, UP: HIGH, DOWN: LOW}}
@@ -211,7 +226,7 @@ def test_an_expert_of_two_versions(expert_file, library):
         evictions = store.stats().evictions
         driver.prefetch([(1, 0, LOW), (1, 1, LOW), (1, 4, LOW), (0, 4, LOW)], GATE)
         driver.clock.advance(50 * US)
-        assert store.stats().evictions == evictions + 3  # and the fourth one has no slot
+        assert store.stats().evictions == evictions + 3  # the fourth prefetch gets no slot
         assert driver.state(0, 0) == (LOW, HIGH, True)
         store.check()
         assert step(driver, experts=[0]) == {0: {HIGH}}

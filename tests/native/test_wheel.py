@@ -1,4 +1,4 @@
-"""The whole wheel: what is in it, that it answers where no compiler is, and on which processors."""
+"""The complete wheel: its contents, answers without a compiler, and supported processors."""
 
 import hashlib
 import os
@@ -24,22 +24,23 @@ DEMO = REPO / "models/demo/moe-edge-demo.gguf"
 HANG_S = 1800  # CI compiles everything
 QUESTION = ("chat", "-p", "What is the capital of Norway?", "--seed", "1")
 MOST_BYTES = 75 * 10**6
-# What a set may not have, by what objdump prints: beside the least one, what others add to it.
+# Instructions that a library for a set of instructions must not contain, as printed by objdump:
+# those of higher sets, and those of no set (OF_NO_SET).
 AVX512 = r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b"
 VNNI = r"vpdp(bus|wss)"
-NOBODYS = (
+OF_NO_SET = (
     r"\b(tdp\w+|\w*tile\w+|vdpbf16ps|vcvtne\w+|vperm[it]2b|vpermb|vpmultishiftqb|gf2p8\w+|sha\d\w+|"
     r"vaes\w+|vpclmul\w+)\b"
 )
 NEVER = {"avx2": (AVX512, VNNI), "avx_vnni": (AVX512,), "avx512_vnni": ()}
-# These look first whether the processor has it.
+# These functions first check whether the processor has the instructions.
 CHECKED = re.compile(r"fold|by_products")
 SOME_TESTS = (
     *("tests/unit/gguf/test_built.py", "tests/unit/gguf/test_pack.py"),
     *("tests/native/test_lossless.py", "tests/native/test_server_library.py"),
     "tests/native/test_executor.py::test_model_without_python",
 )
-# Where `pip install --target` put llama-cpp-python.
+# Folder into which `pip install --target` installed llama-cpp-python.
 PYPI = os.environ.get("MOE_EDGE_PYPI", "")
 BESIDE = """
 import sys
@@ -66,14 +67,14 @@ extern "C" bool thrower(float, void *) { throw std::runtime_error("from another 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """CI builds it; elsewhere it is taken from dist/."""
+    """CI builds the wheel. Otherwise it is taken from dist/."""
     for path in (REPO / "dist").glob(f"moe_edge-*{portable.tag()}.whl"):
         with zipfile.ZipFile(path) as archive:
             stamp = archive.read(f"{portable.PACKAGE}/moe_edge_build.json")
         if portable.digest_of_patches().encode() in stamp:
             return path
     if not os.environ.get("CI"):
-        pytest.skip("there is no wheel of this checkout: run `make wheel`")
+        pytest.skip("dist/ has no wheel of this checkout: run `make wheel`")
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, str(REPO / "patches/tool.py"), "wheel", "--folder", str(folder)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(REAL_CACHE.parent)}
@@ -83,13 +84,13 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """That of an environment in which the wheel is installed."""
+    """Python of an environment in which the wheel is installed."""
     return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture
 def run(python, tmp_path):
-    """run(*arguments, by=(), **environment): Python on what is installed, with nothing in PATH."""
+    """run(*arguments, by=(), **environment): run the installed Python with an empty PATH."""
 
     def call(*arguments, by=(), **environment):
         clean = {"PATH": "", "HOME": str(tmp_path), **environment}
@@ -105,7 +106,7 @@ def run(python, tmp_path):
     yield call
 
 
-def test_what_is_in_it(wheel):
+def test_files_and_size_of_the_wheel(wheel):
     name, version, tag = wheel.stem.split("-", 2)
     assert (name, tag) == ("moe_edge", portable.tag()) and "+" not in version
     assert wheel.stat().st_size <= MOST_BYTES
@@ -131,7 +132,7 @@ def test_what_is_in_it(wheel):
     assert sum("gcc-runtime" in each for each in texts) == 2
 
 
-def test_it_answers_and_names_its_set(run):
+def test_it_answers_and_reports_its_instruction_set(run):
     done = run("-m", "orchestrator", *QUESTION)
     assert "Oslo" in done.stdout, done.stderr
     found = run("-m", "orchestrator", "--version").stdout
@@ -149,7 +150,7 @@ server_library(Bindings.load(), lambda: True)
     assert not (tmp_path / ".cache").exists()
 
 
-def test_a_processor_below_the_least_set_gets_a_sentence(run):
+def test_an_unsupported_processor_is_refused(run):
     done = run("-m", "orchestrator", *QUESTION, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: this processor lacks avx2") and "\n" not in (
@@ -159,10 +160,13 @@ def test_a_processor_below_the_least_set_gets_a_sentence(run):
 
 @pytest.mark.parametrize("others", ["make build's", "PyPI's"])
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_it_answers_beside_a_llama_cpp_of_another_make(run, others, first, tmp_path):
-    """In one process, whichever comes first; both have libraries of the same names."""
+def test_it_answers_next_to_another_llama_cpp(run, others, first, tmp_path):
+    """The wheel and another llama.cpp answer in one process, in either order.
+
+    Both have libraries of the same names.
+    """
     if others == "PyPI's" and not PYPI:
-        pytest.skip("MOE_EDGE_PYPI names no folder: `pip install --target FOLDER llama-cpp-python`")
+        pytest.skip("MOE_EDGE_PYPI is not set: `pip install --target FOLDER llama-cpp-python`")
     stock = tmp_path / "stock.gguf"
     made = run("-m", "orchestrator", "export", "--tier", "q8_0", str(DEMO), str(stock))
     assert made.returncode == 0, made.stderr
@@ -173,7 +177,10 @@ def test_it_answers_beside_a_llama_cpp_of_another_make(run, others, first, tmp_p
 
 
 def test_an_exception_of_another_library_is_caught(run, tmp_path):
-    """Each has a libstdc++ of its own, and so has the one that throws here."""
+    """An exception that another library throws in a callback is caught.
+
+    Each library has its own libstdc++, and so does the one that throws.
+    """
     source, library = tmp_path / "thrower.cpp", tmp_path / "libthrower.so"
     source.write_text(THROWER)
     flags = portable.LINKED.partition("=")[2].split()[:-1]
@@ -195,8 +202,8 @@ for _ in range(3):
     assert done.stdout.count("None") == 3 and "from another library" in done.stdout, done
 
 
-def test_what_holds_for_the_build_holds_for_it(wheel, tmp_path, real_cache):
-    """A few tests of each kind; tests/helpers/installed.py runs any others."""
+def test_some_tests_of_the_build_pass_with_the_wheel(wheel, tmp_path, real_cache):
+    """A few tests of each kind pass with the wheel. tests/helpers/installed.py runs any others."""
     assert run_tests(wheel, ["-q", "-m", "not rest", *SOME_TESTS], tmp_path) == 0
 
 
@@ -205,7 +212,7 @@ def test_no_set_has_an_instruction_of_a_higher_one(python):
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     for path in sorted(folder.rglob("*.so*")):
         name = path.parent.name if path.parent != folder else "avx2"
-        never = re.compile("|".join((*NEVER[name], NOBODYS)))
+        never = re.compile("|".join((*NEVER[name], OF_NO_SET)))
         found, function = set(), ""
         command = ["objdump", "-d", "--no-show-raw-insn", "--demangle", str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -213,7 +220,7 @@ def test_no_set_has_an_instruction_of_a_higher_one(python):
             for line in process.stdout:
                 if line.endswith(">:\n"):
                     function = line
-                # What is behind an address is the name of a symbol.
+                # The text after an address is the name of a symbol.
                 elif never.search(re.split("[<#]", line)[0]) and not CHECKED.search(function):
                     found.add((function, line.strip()))
                 elif path.parent != folder and not text and "vpdpbusd" in line:
@@ -246,8 +253,10 @@ def test_programs_of_the_least_set_on_an_older_processor(name, python, llama_sou
 
 @pytest.fixture
 def cuda(python, tmp_path):
-    """The folder of a stand-in for moe-edge-cuda, installed beside: with the library of the wheel
-    itself in the place of one that knows CUDA."""
+    """The folder of an installed replacement of moe-edge-cuda.
+
+    It has the wheel's own library instead of one with CUDA.
+    """
     folder = site_of(python.parents[1]) / portable.PACKAGE / "lib"
     pip(python, "install", "--no-deps", "--no-index", str(stand_in(folder, tmp_path)))
     yield folder / "cuda"
@@ -256,12 +265,12 @@ def cuda(python, tmp_path):
 
 
 def stand_in(folder, target):
-    """A wheel of moe-edge-cuda out of the other one's libraries."""
+    """Write a wheel of moe-edge-cuda with the libraries of the CPU wheel."""
     (target / "libggml.so").write_bytes((folder / "libgmoe.so").read_bytes())
     return portable.write_cuda([target / "libggml.so"], 13, {}, target)
 
 
-def test_the_wheel_with_cuda_is_found_where_it_is_installed_beside(run, cuda):
+def test_an_installed_moe_edge_cuda_is_used(run, cuda):
     code = (
         "from orchestrator.native.llama import Bindings; Bindings.load(); "
         "print(open('/proc/self/maps').read())"

@@ -1,5 +1,5 @@
-// moe_edge_threads on machines that are played: how many threads it comes to, what its tries cost, and that an idle
-// machine sees none.
+// moe_edge_threads on simulated machines: the chosen number of threads, the cost of its trials, and
+// no trials on an idle machine.
 
 #include "moe-edge-threads.h"
 
@@ -14,16 +14,17 @@ namespace {
     exit(1);
 }
 
-// Microseconds of a step with n threads, and how many of them wait for a core meanwhile, in the mean.
+// Microseconds of a step with n threads, and the mean number of threads that wait for a core during
+// it.
 struct machine {
     std::function<double(int32_t)> step_us;
     std::function<double(int32_t)> waiting;
 };
 
 struct result {
-    int32_t usual;     // of the last step
+    int32_t usual;  // of the last step
     double  mean_us;
-    int     most;      // steps with all threads
+    int     most;  // percentage of steps with all threads
 };
 
 int64_t delay_us = 0;
@@ -51,7 +52,7 @@ constexpr uint64_t SECOND = 1000000;
 const machine idle = { [](int32_t n) { return n == 2 ? 8000 : 13000; }, [](int32_t) { return 0.01; } };
 const machine one_loop = { [](int32_t n) { return n == 2 ? 18000 : 13500; }, [](int32_t n) { return n == 2 ? 0.5 : 0.02; } };
 const machine four_jobs = { [](int32_t n) { return n == 2 ? 57000 : 32000; }, [](int32_t n) { return n == 2 ? 1.2 : 0.6; } };
-// Something small beside it: two threads wait now and then, and are faster all the same.
+// A small load: two threads sometimes wait, but are still faster.
 const machine some = { [](int32_t n) { return n == 2 ? 9500 : 13500; }, [](int32_t n) { return n == 2 ? 0.2 : 0.05; } };
 
 }  // namespace
@@ -60,31 +61,31 @@ int main() {
     moe_edge_threads two(2);
     result r = play(two, idle, 20 * SECOND);
     if (r.most != 100) {
-        die("an idle machine was tried on", r.most);
+        die("an idle machine got trials", r.most);
     }
     r = play(two, one_loop, 20 * SECOND);
     if (r.mean_us > 1.03 * 13500) {
-        die("beside a loop it is slower than one thread", r.mean_us);
+        die("next to a busy loop it is slower than one thread", r.mean_us);
     }
     if (two.count(512) != 2) {
-        die("a prompt has fewer threads than there are", two.count(512));
+        die("a prompt does not get all threads", two.count(512));
     }
     r = play(two, idle, SECOND * 5 / 2);
     r = play(two, idle, 5 * SECOND);
     if (r.most != 100) {
-        die("it did not come back when the loop had ended", r.most);
+        die("it did not return to all threads after the loop", r.most);
     }
     r = play(two, four_jobs, 20 * SECOND);
     if (r.mean_us > 1.03 * 32000) {
-        die("beside four jobs it is slower than one thread", r.mean_us);
+        die("next to four jobs it is slower than one thread", r.mean_us);
     }
     play(two, idle, 3 * SECOND);
     r = play(two, some, 20 * SECOND);
     if (r.mean_us > 1.02 * 9500) {
-        die("it gave up a thread that helped", r.mean_us);
+        die("it gave up a useful thread", r.mean_us);
     }
 
-    // many cores: a third of them is taken, each thread without a core holds up all others
+    // Many cores, a third of which are taken. Each thread without a core delays all others.
     const machine many = {
         [](int32_t n) { return 60000.0 / n * (n > 11 ? 2.0 : 1.0); },
         [](int32_t n) { return n > 11 ? n - 10.5 : 0.05; },
@@ -93,11 +94,11 @@ int main() {
     r = play(sixteen, many, 10 * SECOND);
     r = play(sixteen, many, 20 * SECOND);
     if (r.mean_us > 1.15 * 60000.0 / 11) {
-        die("of sixteen it found too few or too many", r.mean_us);
+        die("it chose too few or too many of sixteen threads", r.mean_us);
     }
 
-    // a model that reads: its own threads take cores as well, some steps take three times as long as others, and one
-    // thread is slower
+    // A model that reads from disk: its I/O threads take cores too, some steps take three times as
+    // long as others, and one thread is slower.
     uint32_t seed = 1;
     const auto part = [&seed] { return 0.5 + 1.0 * ((seed = seed * 1664525u + 1013904223u) >> 16) / 65536.0; };
     const machine reading = {
@@ -109,34 +110,34 @@ int main() {
         die("a model that reads computes with too few threads", r.mean_us);
     }
 
-    // prompts have all threads, and what they waited for says nothing of tokens
+    // Prompts get all threads, and their delays do not count for tokens.
     moe_edge_threads other(2);
     play(other, idle, SECOND);
     for (int i = 0; i < 50; i++) {
         if (other.count(512) != 2) {
-            die("a prompt has fewer threads", other.count(512));
+            die("a prompt does not get all threads", other.count(512));
         }
         delay_us += 400000;
         now_us += 500000;
         other.step(512, 500000, now_us, [] { return delay_us; });
         if (play(other, idle, 100000).most != 100) {
-            die("tokens were tried on for what a prompt waited", i);
+            die("a prompt's delays caused trials for tokens", i);
         }
     }
 
-    // where the kernel does not say who waits, nothing changes
+    // If the kernel does not report waiting threads, the number stays.
     moe_edge_threads blind(2);
     for (int i = 0; i < 1000; i++) {
         now_us += 18000;
         blind.step(1, 18000, now_us, [] { return int64_t(-1); });
         if (blind.count(1) != 2) {
-            die("it changed without knowing", i);
+            die("the number changed without data", i);
         }
     }
     moe_edge_threads one(1);
     if (play(one, one_loop, SECOND).usual != 1) {
-        die("one thread is all there is", 0);
+        die("one thread must stay one thread", 0);
     }
-    puts("as many threads as find a core");
+    puts("the number of threads follows the free cores");
     return 0;
 }

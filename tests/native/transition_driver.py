@@ -1,5 +1,4 @@
-"""A store whose experts change versions, driven without a model; bytes are checked against the
-file, at every moment."""
+"""A store with transitions, driven without a model. All bytes are compared with the file."""
 
 import ctypes
 import zlib
@@ -15,23 +14,24 @@ from orchestrator.native.abi import VISIT_CB, CPrefetch
 from .conftest import until
 
 N_LAYERS, N_EXPERT, KINDS = 2, 5, (UP, GATE, DOWN)
-# By tier; q4_k, q2_k, q3_k, iq2_xs and iq1_s by number only: nothing computes.
+# By tier. The types q4_k, q2_k, q3_k, iq2_xs and iq1_s are numbers only, because nothing is
+# computed.
 EXPERT_BYTES, TYPES = (20000, 9000, 8000, 6000, 5000), (12, 10, 11, 17, 19)
-HOST_BYTES = 4 << 20  # behind a device: more than all slices take
+HOST_BYTES = 4 << 20  # of a device's host cache: enough for all slices
 HIGH, LOW = 0, 1
-HELD = 1  # byte per second: after one part, nothing arrives
+HELD = 1  # bytes per second: nothing arrives after the first part
 US = 1000  # nanoseconds of virtual time
 
 
 class ExpertFile:
-    """Random bytes in some tiers, and where each slice lies in them. kinds: of each layer."""
+    """A file of random bytes with the slices of some tiers. kinds: the kinds of each layer."""
 
     def __init__(self, path, n_tiers=2, expert_bytes=EXPERT_BYTES, kinds=(KINDS,) * N_LAYERS):
         self.path = path
         self.tiers = range(n_tiers)
         self.expert_bytes = expert_bytes
         self.offset = {}
-        at = 100  # slices do not start on a block
+        at = 100  # slices do not start at a block
         for layer, some in enumerate(kinds):
             for kind in some:
                 for tier in self.tiers:
@@ -48,8 +48,11 @@ class ExpertFile:
         return self.offset[layer, kind, tier] + self.expert_bytes[tier] * expert
 
     def spec(self, slots, device, pools=None, simulated=False):
-        """Pools that both layers share, of each kind as many as there are slots, which says how
-        many each has. pools: which of them holds each tier; None: each tier has its own."""
+        """Describe a store whose layers share the pools.
+
+        slots: number of slots in each pool of a kind. pools: the pool of each tier. None: each tier
+        has its own pool.
+        """
         pool_of = tuple(self.tiers) if pools is None else pools
         sizes = [pad(n, 4096) + 4096 for n in self.expert_bytes]
         if device is not None:
@@ -69,8 +72,11 @@ class ExpertFile:
         return self.spec_of((KINDS,) * N_LAYERS, self.tiers, TYPES, groups, group_of, **more)
 
     def spec_of(self, kinds, tiers, types, groups, group_of, **more):
-        """Of kinds of each layer and some tiers. group_of(layer, kind, i): which of the groups of
-        slots, (bytes, number), has the i-th one of the tiers."""
+        """Describe a store with these kinds of each layer and these tiers.
+
+        groups: (bytes, number) of each slot group. group_of(layer, kind, i): index of the group for
+        tier i.
+        """
 
         def slices(layer, kind, i):
             each = [self.slice(layer, kind, tiers[i], expert) for expert in range(N_EXPERT)]
@@ -95,8 +101,11 @@ class ExpertFile:
 
 
 class Driver:
-    """A store, and the part of the graph. simulated: its reads move no bytes and take virtual
-    time, a microsecond for a low slice, so that the same calls always meet the same reads."""
+    """A store and the calls that the graph would make.
+
+    simulated: reads move no bytes and take virtual time, 1 us for a low slice, so that the same
+    calls always meet the same reads.
+    """
 
     def __init__(self, file, library, slots, device=None, pools=None, simulated=False):
         self.file = file
@@ -107,8 +116,8 @@ class Driver:
             self.clock.set_speed(file.expert_bytes[LOW] * 10**6, 0)
 
     def warm(self, high):
-        everyone = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
-        self.store.warm([(*each, HIGH if each in high else LOW) for each in everyone])
+        every_expert = [(layer, e) for layer in range(N_LAYERS) for e in range(N_EXPERT)]
+        self.store.warm([(*each, HIGH if each in high else LOW) for each in every_expert])
         self.store.reset_stats()
 
     def apply(self, layer, experts):
@@ -116,18 +125,20 @@ class Driver:
         assert self.store.library.apply(self.store.handle, layer, ids, None, None, n) == 0
 
     def prefetch(self, wanted, kind):
-        """One kind of each (layer, expert, tier), ahead of who asks for it."""
+        """Prefetch one kind of each (layer, expert, tier)."""
         items = (CPrefetch * len(wanted))(*[(*each, 1 << kind, 0) for each in wanted])
         self.store.library.prefetch(self.store.handle, items, len(wanted))
 
     def use(self, layer, experts):
-        """The tiers in which the matrices of each expert came; every byte is checked."""
+        """Return the set of tiers of each expert's matrices. Every byte is checked."""
         seen = self.use_matrices(layer, experts)
         return {expert: set(tiers.values()) for expert, tiers in seen.items()}
 
     def use_matrices(self, layer, experts):
-        """The tier in which each matrix of each expert came, once; by expert and kind. Every byte
-        is checked, where there are any."""
+        """Return, for each expert, the tier of each of its matrices by kind.
+
+        Each matrix must come once. Its bytes are checked, unless simulated.
+        """
         ids = (ctypes.c_int32 * len(experts))(*experts)
         seen = {expert: {} for expert in experts}
         wrong = []
@@ -139,7 +150,7 @@ class Driver:
             seen[expert][kind] = tier
             right = None if self.clock else self.file.slice(layer, kind, tier, expert)
             if right is not None and ctypes.string_at(data, size) != right:
-                wrong.append(f"{name}: other bytes")
+                wrong.append(f"{name}: wrong bytes")
 
         for kind in KINDS:
             visited = VISIT_CB(partial(visit, kind))
@@ -158,14 +169,16 @@ class Driver:
         return moving
 
     def state(self, layer, expert):
-        """The tier that an expert is in, the one that it changes to, and whether that is complete,
-        so that the next step has it."""
+        """Return (current tier, target tier, whether the target is complete) of an expert.
+
+        A complete target takes effect at the next step.
+        """
         resident, target = self.store.states()
         landed = bool(self.store.landed()[layer, expert])
         return int(resident[layer, expert]), int(target[layer, expert]), landed
 
     def arrive(self):
-        """Until every read of a transition is done."""
+        """Wait until the reads of all transitions are complete."""
         self.store.set_transition_rate(0)
         step = None if self.clock is None else partial(self.clock.advance, US)
         until(lambda: not self.reading().any(), step)

@@ -1,9 +1,9 @@
-// Products of some rows and of many by several threads, against each row alone by one. Few rows: bit for bit the
-// same. Many go through a product of matrices, whose sums have another order. Experts of several types share the rows, which each
-// type wants in a form of its own.
+// Compares products by several threads with each row alone by one thread. Few rows: equal bit for
+// bit. Many rows use a matrix product, which sums in another order. Experts of several types share
+// the rows, and each type converts them to its own format.
 //
-//   workers_test       exit status 1 and a sentence where they differ
-//   workers_test time  what one thread takes for an expert's rows, one after another and together
+//   workers_test       exits with 1 and a message if they differ
+//   workers_test time  prints the time of one thread for an expert's rows, one by one and together
 
 #include "moe-edge-workers.h"
 
@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int64_t N_IN = 256, N_OUT = 40, MOST_ROWS = 4096;
-constexpr int64_t FEW_ROWS = 15;     // of these every bit
+constexpr int64_t FEW_ROWS = 15;  // up to this number, rows are equal bit for bit
 constexpr double  NMSE_LIMIT = 1e-9;
 constexpr ggml_type TYPES[] = { GGML_TYPE_Q4_K, GGML_TYPE_Q8_0, GGML_TYPE_Q2_K, GGML_TYPE_F16 };
 
@@ -47,7 +47,7 @@ struct experts {
             out.emplace_back(N_OUT * n_rows, NAN);
             moe_edge_product & p = products.emplace_back();
             p = { weights.back().data(), type, N_IN, N_OUT, {}, {} };
-            for (int64_t i = 0; i < n_rows; i++) {  // neither in one piece nor in order
+            for (int64_t i = 0; i < n_rows; i++) {  // not contiguous and not in order
                 const int64_t at = i * 7 % n_rows;
                 p.x.push_back(x.data() + at * N_IN);
                 p.out.push_back(out.back().data() + at * N_OUT);
@@ -64,7 +64,7 @@ void compare(const experts & all, int64_t n_rows) {
             one.multiply({ { p.weights, p.type, N_IN, N_OUT, { p.x[i] }, { alone } } });
             if (n_rows <= FEW_ROWS) {
                 if (memcmp(alone, p.out[i], sizeof(alone)) != 0) {
-                    die("it is another one alone", n_rows, i, p.type);
+                    die("the row differs from the row alone", n_rows, i, p.type);
                 }
                 continue;
             }
@@ -74,13 +74,13 @@ void compare(const experts & all, int64_t n_rows) {
                 power += std::pow(alone[k], 2);
             }
             if (!(error <= NMSE_LIMIT * power)) {
-                die("it is far from what it is alone", n_rows, i, p.type);
+                die("the row is not close to the row alone", n_rows, i, p.type);
             }
         }
     }
 }
 
-// The least of five tries, in milliseconds; at most `together` rows in a product.
+// Returns the minimum of five tries, in milliseconds, with at most `together` rows per product.
 double least_ms(moe_edge_workers & workers, const moe_edge_product & p, size_t together) {
     std::vector<moe_edge_product> parts;
     for (size_t i = 0; i < p.x.size(); i += together) {
@@ -96,7 +96,7 @@ double least_ms(moe_edge_workers & workers, const moe_edge_product & p, size_t t
     return least;
 }
 
-// Experts of Qwen3-30B-A3B.
+// Times experts of the size of Qwen3-30B-A3B.
 void time_them(std::mt19937 & random) {
     constexpr int64_t n_in = 2048, n_out = 768, most = 512;
     std::normal_distribution<float> normal;
@@ -114,7 +114,7 @@ void time_them(std::mt19937 & random) {
                 p.out.push_back(&out[i * n_out]);
             }
             const double alone = least_ms(one, p, FEW_ROWS), all = least_ms(one, p, n_rows);
-            printf("%-5s %4lld rows: %7.2f ms one after another, %7.2f ms together, %.2f times\n", ggml_type_name(type),
+            printf("%-5s %4lld rows: %7.2f ms one by one, %7.2f ms together, %.2f times\n", ggml_type_name(type),
                    (long long) n_rows, alone, all, alone / all);
         }
     }
@@ -139,12 +139,12 @@ int main(int argc, char ** argv) {
         three.multiply(all.products);
         compare(all, n_rows);
     }
-    experts few(x, 1, random), many(x, 200, random);  // of either kind in one round
+    experts few(x, 1, random), many(x, 200, random);  // both kinds in one call
     few.products.insert(few.products.begin(), many.products.begin(), many.products.end());
     three.multiply(few.products);
     compare(many, 200);
     few.products.erase(few.products.begin(), few.products.begin() + many.products.size());
     compare(few, 1);
-    printf("few rows: the same bits; many: the same but for rounding\n");
+    printf("few rows: equal bits; many rows: equal except for rounding\n");
     return 0;
 }

@@ -1,4 +1,4 @@
-"""The demo model's training, export and conversion, on the toy of `--tiny`."""
+"""Training, export and conversion of the demo model, with the toy model of `--tiny`."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_logits_equal_transformers(toy):
 
 
 def test_gradients_equal_plain_autograd():
-    """The hand-written backward passes against torch on a dense formulation."""
+    """The hand-written backward passes equal torch's on a dense formulation."""
     torch.manual_seed(0)
     from models.demo.training.kernels import Kernels
     from models.demo.training.products import AttentionFunction, ExpertsFunction

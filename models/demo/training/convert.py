@@ -22,8 +22,10 @@ NAME = "moe-edge demo"
 
 
 def convert(hf_dir: Path, out: Path, upstream: Path, outtype: str = "f16") -> None:
-    """Convert the checkpoint in `hf_dir` with the converter in the folder `upstream`, and write
-    `out`."""
+    """Convert the checkpoint in `hf_dir`, and write `out`.
+
+    The converter is in the folder `upstream`.
+    """
     script = upstream / "convert_hf_to_gguf.py"
     if not script.is_file():
         raise SystemExit(f"{upstream}: convert_hf_to_gguf.py not found; give llama.cpp's folder")

@@ -140,8 +140,10 @@ class Mixer:
         self.rng = np.random.default_rng(place)
 
     def batch(self, rows: int, weights: dict[str, float]) -> dict[str, torch.Tensor]:
-        """Return `tokens`, `doc`, `target` and `weight`, each [B, T]: the arguments of
-        `DemoModel.loss`."""
+        """Return the arguments of `DemoModel.loss`.
+
+        They are `tokens`, `doc`, `target` and `weight`, each [B, T].
+        """
         width = self.length + 1
         tokens = np.zeros((rows, width), np.int64)
         learn = np.zeros((rows, width), bool)

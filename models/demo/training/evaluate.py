@@ -111,8 +111,10 @@ def gguf_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 class Chat:
-    """Greedy decoding with the torch model. It has no KV cache and recomputes the text for each
-    token."""
+    """Greedy decoding with the torch model.
+
+    It has no KV cache and recomputes the text for each token.
+    """
 
     def __init__(self, model: DemoModel, tok: Tokenizer, dtype: torch.dtype) -> None:
         self.model, self.tok, self.dtype = model, tok, dtype
@@ -158,8 +160,10 @@ def perplexity(
     dtype: torch.dtype,
     length: int = 512,
 ) -> float:
-    """Return exp of the mean loss over the flagged tokens. Each document is evaluated
-    separately."""
+    """Return exp of the mean loss over the flagged tokens.
+
+    Each document is evaluated separately.
+    """
     total, count = 0.0, 0
     for ids, learn in docs:
         ids, learn = ids[:length], learn[:length]
@@ -239,8 +243,10 @@ def cases(
 
 
 def unknown_cases(data: Path, limit: int) -> list[tuple[str, Any]]:
-    """Return questions that the model should decline to answer, from held-out parts of the
-    collection."""
+    """Return questions that the model should decline to answer.
+
+    They are from held-out parts of the collection.
+    """
     rng = random.Random(5)
     found = []
     for name in ("valid/sft_dolly", "eval/opentriviaqa_heldout"):

@@ -201,8 +201,10 @@ def _short(text: str, words: int, parts: int = 99) -> str:
 
 
 def _people(count: int) -> str:
-    """Round a population to a number that a small model can memorize: "1.4 billion", "56
-    million"."""
+    """Round a population to a number that a small model can memorize.
+
+    Examples are "1.4 billion" and "56 million".
+    """
     if count >= 995_000_000:
         return f"{count / 1e9:.1f} billion"
     if count >= 10_000_000:

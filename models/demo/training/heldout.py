@@ -3,7 +3,7 @@
 `python -m models.demo.training.heldout --out FILE.jsonl [--data DIR] [--choices FILE.jsonl]
 [--documents FILE.jsonl] [--calibration FILE.jsonl] [--loss-text FILE.jsonl]` writes JSON lines:
 
-- --out: answers in new conversations, with the conversation so far as context, because the model
+- --out: answers in new conversations, with the preceding conversation as context, because the model
   was not trained to write questions; and children's stories of the collection's held-out part.
 - --documents: beginnings of stories, tales, textbook pages and encyclopedia articles, also held
   out.
@@ -126,8 +126,7 @@ def loss_records(sources: Sources, data: Path | None, count: int) -> list[Record
 
 
 def mixed(*parts: Iterable[Record]) -> Iterator[Record]:
-    """Interleave the parts evenly, so that any beginning of the result is a mixture of all
-    parts."""
+    """Interleave the parts evenly, so that any beginning of the result mixes all parts."""
     lists = [list(part) for part in parts]
     places = [
         ((index + 0.5) / len(part), number, index)
@@ -151,8 +150,10 @@ def fact_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
-    """Return a question for every glossary term, with the definitions of other terms as wrong
-    answers."""
+    """Return a question for every glossary term.
+
+    The wrong answers are the definitions of other terms.
+    """
     for term, answer in sources.glossary:
         others = (
             term[0].upper() + term[1:] + other[len(name) :]
@@ -163,8 +164,10 @@ def term_questions(sources: Sources, rng: random.Random) -> Iterator[Record]:
 
 
 def story_questions(rng: random.Random, count: int) -> Iterator[Record]:
-    """Return questions about how a new story continues. Wrong answers come from stories with the
-    same hero."""
+    """Return questions about how a new story continues.
+
+    Wrong answers come from stories with the same hero.
+    """
     for _ in range(count):
         kind = rng.choice(tales.subjects())
         text, hero = tales.tale(rng, kind)
@@ -194,7 +197,9 @@ def multiple_choice(
     rng: random.Random, prompt: str, answer: str, others: Iterable[str]
 ) -> Iterator[Record]:
     """Return a record with the answer and the first wrong answers that differ, in random order.
-    Return None if there are too few."""
+
+    Return None if there are too few.
+    """
     found = {answer: None}
     for each in others:
         found[each] = None

@@ -26,8 +26,10 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `gate_up`, and the recomputed activation, which is cheaper than
-    storing it."""
+    """Return the gradient of `gate_up`, and the recomputed activation.
+
+    Computing it again costs less than storing it.
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     dhf = dh.float()
     sig = torch.sigmoid(gate)
@@ -37,8 +39,10 @@ def _swiglu_backward(gate_up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _combine(y: Tensor, place: Tensor, weight: Tensor) -> Tensor:
-    """Return out[n] = sum_k weight[n, k] * y[place[n, k]]. place [N, k] contains indices of sorted
-    rows."""
+    """Return out[n] = sum_k weight[n, k] * y[place[n, k]].
+
+    place [N, k] contains indices of sorted rows.
+    """
     out = y[place[:, 0]].float() * weight[:, 0:1]
     for j in range(1, place.shape[1]):
         out = out + y[place[:, j]].float() * weight[:, j : j + 1]
@@ -70,8 +74,7 @@ def _attention_in(
     sin: Tensor,
     dims: tuple[int, int, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] for K KV heads with G queries
-    each."""
+    """Return queries [B*K, G*T, D], keys and values [B*K, T, D] of K heads with G queries."""
     heads, kv_heads, head_dim, eps = dims
     batch, length, _ = x.shape
     group = heads // kv_heads

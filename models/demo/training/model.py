@@ -1,8 +1,8 @@
 """The demo model in torch: a Qwen3-MoE language model for training on a CPU.
 
 Parameters are float32. Matrix products use bfloat16. The experts of a layer are two stacked
-tensors, `gate_up` [E, d, 2f] and `down` [E, f, d], so that each expert's matrix is contiguous and a
-step needs two products per expert and direction (`products.py`). `export.py` converts the
+tensors, `gate_up` [E, d, 2f] and `down` [E, f, d]. Each expert's matrix is therefore contiguous,
+and a step needs two products per expert and direction (`products.py`). `export.py` converts the
 parameters to the names and shapes of a Hugging Face checkpoint.
 """
 
@@ -93,8 +93,9 @@ class DemoModel(nn.Module):
     def hidden(
         self, tokens: Tensor, doc: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the final hidden states [B, T, d], the balance loss, and the load of each expert
-        [L, E].
+        """Return the final hidden states, the balance loss, and the load of each expert.
+
+        Shapes: [B, T, d], a scalar, and [L, E].
 
         doc: [B, T], number of the document to which each token of a row belongs. A token only
             attends to earlier tokens of its own document.
@@ -137,8 +138,10 @@ class DemoModel(nn.Module):
     def loss(
         self, tokens: Tensor, doc: Tensor, target: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert [L,
-        E]."""
+        """Return the weighted mean cross-entropy, the balance loss, and the load of each expert.
+
+        The load is [L, E].
+        """
         h, aux, load = self.hidden(tokens, doc)
         keep = weight.reshape(-1).nonzero().squeeze(-1)
         # Padding to whole chunks keeps the shape of the compiled loss fixed.

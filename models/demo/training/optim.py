@@ -113,8 +113,10 @@ class Optimizer:
         return {"adam": self.adam.state_dict() if self.adam else None, "muon": self.momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the optimizer state. Only rank 0 calls this: Muon's buffers are shared by all
-        processes."""
+        """Load the optimizer state.
+
+        Only rank 0 calls this: Muon's buffers are shared by all processes.
+        """
         if self.adam is not None:
             self.adam.load_state_dict(state["adam"])
         for buf, old in zip(self.momentum, state["muon"], strict=True):

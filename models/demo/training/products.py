@@ -21,11 +21,13 @@ _ROW_STEP = 128
 def _sort_by_expert(
     ids: Tensor, weight: Tensor, experts: int
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-    """Sort tokens by expert. Return bounds [E + 1], place [N, k], and token [R] and weight [R] per
-    row.
+    """Sort tokens by expert.
 
-    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0, because
-    oneDNN compiles a kernel for each new matrix size, which takes longer than the product. R is
+    Return bounds [E + 1], place [N, k], and token [R] and weight [R] per row.
+
+    The rows of each expert are padded to a multiple of `_ROW_STEP` with rows of weight 0. The
+    reason is that oneDNN compiles a kernel for each new matrix size, which takes longer than the
+    product. R is
     constant, so there are unused rows after those of the last expert.
     """
     flat = ids.reshape(-1).to(torch.uint8).numpy()

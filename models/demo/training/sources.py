@@ -90,8 +90,10 @@ def glossary(data: Path) -> tuple[list[Turn], list[str]]:
 
 
 def _definition(term: str, text: str) -> str:
-    """Format a definition as "Inflation is the ..." if this reads well, otherwise as "Inflation:
-    ..."."""
+    """Format a definition as a sentence.
+
+    This is "Inflation is the ..." if it reads well, otherwise "Inflation: ...".
+    """
     top = term[0].upper() + term[1:]
     plural = re.search(r"[^su]s$", term) and not term.endswith(("ics", "is"))
     if not plural and re.match(r"(the|a|an) ", text):
@@ -171,8 +173,10 @@ def dialogs(data: Path) -> list[list[Turn]]:
 
 
 def tiny_stories(data: Path) -> list[str]:
-    """Return single stories of the TinyStories sample. The boundaries of stories have to be
-    guessed."""
+    """Return single stories of the TinyStories sample.
+
+    The boundaries of stories have to be guessed.
+    """
     out = []
     for r in records(data, "train/tinystories_sample"):
         text = r["text"].replace("\r", "")

@@ -71,8 +71,10 @@ FINAL_WEIGHTS = {
 
 
 def casual(rng: random.Random, q: str) -> str:
-    """Rewrite a question as people type it: in lower case, without question mark, or with a
-    lead-in."""
+    """Rewrite a question as people type it.
+
+    It is in lower case, without question mark, or with a lead-in.
+    """
     roll = rng.random()
     if roll < 0.10:
         lead = rng.choice((
@@ -176,8 +178,10 @@ class Talker:
         return code_question(rng), rng.choice(REFUSE_CODE)
 
     def follow_ups(self) -> list[Turn]:
-        """Return a question about a country and follow-up questions that say "it" or only name a
-        country."""
+        """Return a question about a country and follow-up questions.
+
+        They say "it" or only name a country.
+        """
         rng = self.rng
         c = rng.choice(self.src.countries)
         kinds = [k for k in facts.FOLLOW_UPS if k in c.answers]
@@ -195,8 +199,10 @@ class Talker:
         return turns
 
     def conversation(self, weights: dict[str, float], single: float) -> list[Turn]:
-        """Return one conversation. `single` is the probability of a conversation with one
-        question."""
+        """Return one conversation.
+
+        `single` is the probability of a conversation with one question.
+        """
         rng = self.rng
         if self.src.dialogs and rng.random() < weights.get("dialog", 0.0):
             return rng.choice(self.src.dialogs)
@@ -256,8 +262,7 @@ def recast(rng: random.Random, text: str, subject: str) -> tuple[str, str]:
 
 
 def render(turns: Sequence[Turn], system: str = "") -> list[tuple[str, bool]]:
-    """Return the pieces of the chat template, each with a flag that is true for answers to
-    learn."""
+    """Return the pieces of the chat template, each with a flag for answers to learn."""
     out: list[tuple[str, bool]] = []
     if system:
         out.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
@@ -277,7 +282,9 @@ def chat_documents(
 
 
 def turns_of(record: dict[str, Any]) -> list[Turn]:
-    """Return the (user, assistant) pairs of a chat record. An unanswered last message is
-    dropped."""
+    """Return the (user, assistant) pairs of a chat record.
+
+    An unanswered last message is dropped.
+    """
     m = [x["content"].strip() for x in record["messages"]]
     return list(zip(m[::2], m[1::2], strict=False))

@@ -85,8 +85,10 @@ def keep_memory() -> None:
 
 
 class Worker:
-    """One process of the training loop. Rank 0 also handles the schedule, the log and the
-    checkpoints."""
+    """One process of the training loop.
+
+    Rank 0 also handles the schedule, the log and the checkpoints.
+    """
 
     def __init__(self, rank: int, model: DemoModel, shared: Shared, cfg: LoopConfig) -> None:
         torch.set_num_threads(1)

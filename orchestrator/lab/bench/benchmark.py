@@ -243,7 +243,7 @@ class Benchmark(ABC):
         if case.role == "fewer":
             settings["experts_used"] = self.fewer_experts
         if case.system == "engine":
-            settings |= {"io_threads": on.io_threads, "sequences": on.sequences}
+            settings["io_threads"] = on.io_threads
             settings |= self.cap_settings(case)
             if case.one_token:
                 settings["expert_ram"] = token_slot_bytes(self.shape())
@@ -259,6 +259,7 @@ class Benchmark(ABC):
             seed=on.seed * 1000 + number,
             text=str(DEMO_TEXT) if on.trained else None,
             warm=case.cap is None,
+            sequences=on.sequences if case.system == "engine" else 0,
         )
 
 

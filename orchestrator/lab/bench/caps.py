@@ -7,9 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from orchestrator.config import MOST_SEQUENCES, Config
+from orchestrator.config import MOST_SEQUENCES, Config, policy_name
 from orchestrator.lab.bench.benchmark import Benchmark
-from orchestrator.lab.bench.cases import REFERENCE, RESIDENT, Case, mapped, policies, uniform
+from orchestrator.lab.bench.cases import (
+    REFERENCE,
+    RESIDENT,
+    Case,
+    foreign_policies,
+    mapped,
+    policies,
+    uniform,
+)
 from orchestrator.lab.bench.child import DECODE, Part
 from orchestrator.lab.bench.models import tier_expert_bytes, uniform_tiers
 from orchestrator.lab.bench.options import BenchOptions
@@ -31,7 +39,7 @@ from orchestrator.lab.bench.rows import (
 )
 from orchestrator.lab.table import Column, fixed, percent
 from orchestrator.plan.planning import scratch_bytes
-from orchestrator.settings import setting
+from orchestrator.settings import MORE, setting
 
 # Types that llama.cpp repacks at load. Repacking needs memory for one more tensor.
 _REPACKED = ("q4_k", "q2_k")
@@ -42,12 +50,20 @@ class CapOptions(BenchOptions):
     """Options of `moe-edge bench`.
 
     `together` is the number of sequences that continue from the same prompt and decode in one
-    batch. Raises ConfigError.
+    batch. `policy` is measured too. Raises ConfigError.
     """
 
     together: int = setting(
         1, "Sequences decoded in one batch, one token each per step.", within=(1, MOST_SEQUENCES)
     )
+    policy: str | None = setting(
+        None, "Measure this policy too, by its name or as module:Class.", group=MORE
+    )
+
+    @property
+    def further(self) -> str | None:
+        """The name of the policy to measure too. Raises SettingError and PolicyError."""
+        return policy_name(self.policy)
 
     def parts(self) -> list[Part]:
         *before, last = super().parts()
@@ -150,6 +166,7 @@ class Caps(Benchmark):
             listed = [REFERENCE]
             for cap in options.caps:
                 listed += policies(cap, options.retention)
+                listed += foreign_policies(cap, options.further)
             return listed
         listed = [*RESIDENT]
         for cap in options.caps:
@@ -158,6 +175,7 @@ class Caps(Benchmark):
                 mapped(cap),
                 Case("upstream mmap, repack", "upstream", cap, "", repacked),
                 *policies(cap, options.retention),
+                *foreign_policies(cap, options.further),
             ]
             tier = self.largest_whole(cap)
             if tier is None:

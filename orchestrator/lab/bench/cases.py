@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.models import LOW
+from orchestrator.policy import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,25 @@ def policies(cap: float, retention: float) -> list[Case]:
         Case("dymoe 4/2", "engine", cap, "", {**dymoe, "low_tier": LOW}),
         Case("dymoe 4/0", "engine", cap, "", {**dymoe, "low_tier": "skip"}),
         Case("dynaexq 4/2", "engine", cap, "", {"policy": "dynaexq", "low_tier": LOW}),
+    ]
+
+
+def foreign_policies(cap: float, more: str | None) -> list[Case]:
+    """Return the policies of installed packages under one cap, with their default settings.
+
+    more: the name of a further policy, or None. Raises ConfigError if the process of a case cannot
+    import it.
+    """
+    names = [*POLICIES.installed, *([] if more is None else [more])]
+    return [
+        Case(
+            name,
+            "engine",
+            cap,
+            "",
+            {"policy": POLICIES.for_processes(name), "force_managed": True},
+        )
+        for name in dict.fromkeys(names)
     ]
 
 

@@ -91,6 +91,7 @@ class Job:
       GPU.
     - counts: also count the operations of the emulated GPU.
     - device: the device whose memory is reported.
+    - sequences: number of sequences that decode in one batch; only for "engine".
     """
 
     system: str
@@ -107,6 +108,7 @@ class Job:
     warm_host: bool = False
     counts: bool = False
     device: str | None = None
+    sequences: int = 0
 
     def __post_init__(self) -> None:
         self.parts = [Part(*each) for each in self.parts]  # JSON has lists
@@ -266,12 +268,14 @@ def run_upstream(job: Job) -> Result:
 def run_engine(job: Job) -> Result:
     """Measure moe-edge."""
     from orchestrator.config import Config
+    from orchestrator.plan.records import Needs, PlanRequest
     from orchestrator.runtime.runtime import Runtime
 
     sizes = {"ctx": job.n_ctx, "ubatch": job.n_ubatch, "threads": job.threads}
     config = Config.build(model=job.model, low=job.low, **sizes, **job.settings)
     free = free_bytes(job.device)
-    with Runtime.open(config) as runtime, runtime.evaluator() as evaluator:
+    request = PlanRequest(config, Needs(job.sequences))
+    with Runtime.open(request) as runtime, runtime.evaluator() as evaluator:
         inside = evaluator.inside
         store = inside.store if inside.managed else None
         n_vocab = len(inside.model.metadata["tokenizer.ggml.tokens"])
@@ -342,9 +346,9 @@ def counter_of(job: Job) -> Callable[[], dict[str, int]] | None:
     return totals
 
 
-def measure(told: dict[str, Any]) -> Result:
+def measure(fields: dict[str, Any]) -> Result:
     """Run a job given as JSON and return its result."""
-    job = Job(**told)
+    job = Job(**fields)
     if job.counts:
         from orchestrator.native.llama import Bindings
 

@@ -177,8 +177,8 @@ def count_rows(
                 if only and not any(word in case.name for word in only):
                     continue
                 note(case.name)
-                told: Any = job(case, high, low, model)
-                run = run_child("orchestrator.lab.bench.child", told, SECONDS)
+                sent: Any = job(case, high, low, model)
+                run = run_child("orchestrator.lab.bench.child", sent, SECONDS)
                 rows.append(figures(case, run, model.n_layers))
     return rows
 

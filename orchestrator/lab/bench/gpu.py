@@ -49,7 +49,7 @@ from orchestrator.lab.table import Column, Report, fixed, percent
 from orchestrator.native.abi import WAITS
 from orchestrator.plan.footprint import model_shape
 from orchestrator.runtime.load import SPARE_BYTES
-from orchestrator.settings import again, setting
+from orchestrator.settings import inherit, setting
 
 UPSTREAM, UPSTREAM_CPU = "upstream, n-cpu-moe", "upstream, all on CPU"
 UPSTREAM_ON_GPU, MANAGED_ON_GPU = "upstream, all on GPU", "lru, all on GPU"
@@ -67,13 +67,13 @@ class GpuOptions(BenchOptions):
     the second question of a chat, but in a new conversation. Raises ConfigError.
     """
 
-    caps: tuple[float, ...] = again(
+    caps: tuple[float, ...] = inherit(
         BenchOptions, "caps", (0.25, 0.5), help="Memory caps in % of the experts."
     )
-    routing: str = again(BenchOptions, "routing", "zipf")
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", 1024)
+    routing: str = inherit(BenchOptions, "routing", "zipf")
+    prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", 1024)
     device: str = setting("cuda0", "The GPU.", metavar="NAME")
-    layers: int | None = again(
+    layers: int | None = inherit(
         BenchOptions,
         "layers",
         help="Layers of a random-weight model: qwen3-30b has 48 in full, mixtral 32.",
@@ -241,8 +241,8 @@ class Gpu(Benchmark):
         """
         if self.on.keep is None:
             return super().measure(case, number)
-        told = json.dumps(asdict(self.job(case, number)))
-        digest = hashlib.sha256(f"{case.key} {told}".encode())
+        text = json.dumps(asdict(self.job(case, number)))
+        digest = hashlib.sha256(f"{case.key} {text}".encode())
         place = self.on.keep / f"case-{digest.hexdigest()[:20]}.json"
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def build_models(options: BenchOptions, tiers: Sequence[str], note: Note) -> lis
                 raise MoeEdgeError(f"{path} is not installed: choose another --shape")
     missing = [tier for tier in tiers if not _path(options, tier).exists()]
     if missing and not options.trained:
-        _check_room(options, missing, note)
+        _check_free_space(options, missing, note)
     for tier in missing:
         _write(options, tier, note)
     return [_path(options, tier) for tier in tiers]
@@ -96,7 +96,7 @@ def _path(options: BenchOptions, tier: str) -> Path:
     return user_folder("cache") / "bench" / f"{stem}-{tier}-{digest.hexdigest()[:12]}.gguf"
 
 
-def _check_room(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
+def _check_free_space(options: BenchOptions, tiers: Sequence[str], note: Note) -> None:
     """Announce large files. Raises MoeEdgeError if the disk has too little free space."""
     folder = _path(options, tiers[0]).parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from gguf_tools.process import compute_threads
 from orchestrator.errors import ConfigError
 from orchestrator.lab.bench.child import Part, decode, longest_context, prompt, settle
 from orchestrator.policy.dymoe import DyMoESettings
-from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, again, setting
+from orchestrator.settings import FROM_0, FROM_1, MORE, Notation, Settings, inherit, setting
 
 # The shape of --quick: a tiny model that runs in seconds.
 QUICK_SHAPE = "tiny-olmoe"
@@ -75,7 +75,7 @@ class BenchOptions(Settings):
     quick: bool = setting(
         False, "Test with a tiny model in seconds; its figures are not meaningful."
     )
-    retention: float = again(
+    retention: float = inherit(
         DyMoESettings,
         "retention",
         0.75,

@@ -26,7 +26,7 @@ from orchestrator.lab.bench.options import WORDS, BenchOptions
 from orchestrator.lab.eval.arithmetic import median_interval
 from orchestrator.lab.table import Column, Report, Row, Table, fixed
 from orchestrator.policy import policy_settings
-from orchestrator.settings import FROM_0, again, setting
+from orchestrator.settings import FROM_0, inherit, setting
 
 HERE = Path(__file__).resolve().parents[3]
 UPSTREAM = "upstream"
@@ -103,7 +103,7 @@ class PairedOptions(BenchOptions):
     """
 
     model: Path | None = setting(None, "A model file.", shown="one of --shape")
-    routing: str = again(BenchOptions, "routing", "zipf")
+    routing: str = inherit(BenchOptions, "routing", "zipf")
     tier: str = setting(HIGH, "Type of the experts of a random-weight model.")
     ours: tuple[str, ...] = setting(
         ("policy=lru", "force_managed=true"), "Settings of our side.", notation=WORDS
@@ -120,12 +120,12 @@ class PairedOptions(BenchOptions):
     prompt: int = setting(
         0, "Time prompts of this many tokens; 0: time decode steps.", within=FROM_0
     )
-    runs: int = again(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
-    caps: tuple[float, ...] = again(BenchOptions, "caps", option=False)
-    tokens: int = again(BenchOptions, "tokens", option=False)
-    prompt_tokens: int = again(BenchOptions, "prompt_tokens", option=False)
-    retention: float = again(BenchOptions, "retention", option=False)
-    rows: tuple[str, ...] = again(BenchOptions, "rows", option=False)
+    runs: int = inherit(BenchOptions, "runs", 12, help="Number of pairs; each starts both sides.")
+    caps: tuple[float, ...] = inherit(BenchOptions, "caps", option=False)
+    tokens: int = inherit(BenchOptions, "tokens", option=False)
+    prompt_tokens: int = inherit(BenchOptions, "prompt_tokens", option=False)
+    retention: float = inherit(BenchOptions, "retention", option=False)
+    rows: tuple[str, ...] = inherit(BenchOptions, "rows", option=False)
 
     def side(self, words: Sequence[str], model: Path) -> dict[str, Any]:
         """Return the settings for the process of a side.
@@ -166,7 +166,7 @@ class Side:
 
     @classmethod
     @contextmanager
-    def started(cls, tree: Path, python: str, told: Mapping[str, Any]) -> Iterator[Side]:
+    def started(cls, tree: Path, python: str, options: Mapping[str, Any]) -> Iterator[Side]:
         """Start a side and wait until its model is loaded. It ends with the block.
 
         Raises MoeEdgeError if it fails.
@@ -174,7 +174,7 @@ class Side:
         with (
             TemporaryFile("w+") as errors,
             child(
-                [python, "-c", WORKER, json.dumps(told)],
+                [python, "-c", WORKER, json.dumps(options)],
                 cwd=tree,
                 env={**os.environ, "PYTHONPATH": str(tree)},
                 stdin=subprocess.PIPE,
@@ -212,7 +212,7 @@ class Side:
 def in_turns(sides: Mapping[str, Side], prompt: int, turns: int = TURNS) -> None:
     """Run the sides in alternation and fill their `ms`.
 
-    Only one side computes at a time, so other load on the machine affects all sides alike. The
+    Only one side computes at a time, so other load on the machine affects all sides equally. The
     order is reversed after each turn.
     """
     steps = 2 if prompt else STEPS
@@ -247,15 +247,17 @@ class Paired:
         """Run all pairs and return the report. Raises MoeEdgeError if a side fails."""
         model = on.model or build_models(on, (on.tier,), note)[0]
         model = model.resolve()
-        told = {
+        arguments = {
             "ours": (HERE, sys.executable, on.side(on.ours, model)),
             "theirs": (on.other or HERE, on.python, on.side(on.theirs, model)),
         }
         rows: list[Row] = []
         for number in range(1 if on.quick else on.runs):
-            names = list(told) if number % 2 else list(reversed(told))
+            names = list(arguments) if number % 2 else list(reversed(arguments))
             with ExitStack() as stack:
-                sides = {name: stack.enter_context(Side.started(*told[name])) for name in names}
+                sides = {
+                    name: stack.enter_context(Side.started(*arguments[name])) for name in names
+                }
                 in_turns(sides, on.prompt, 1 if on.quick else TURNS)
             row: Row = {"pair": number + 1}
             for name, side in sides.items():

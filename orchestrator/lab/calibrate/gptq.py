@@ -74,8 +74,8 @@ class Gptq:
         factor = self._at(layer).factor(kind, expert)
         if factor is not None:
             return gptq.quantize(self._ggml, ggml_type, values, factor)
-        alike = np.ones(values.shape[1], np.float32) if ggml_type in IMPORTANCE_TYPES else None
-        return self._ggml.quantize(ggml_type, values, alike)
+        uniform = np.ones(values.shape[1], np.float32) if ggml_type in IMPORTANCE_TYPES else None
+        return self._ggml.quantize(ggml_type, values, uniform)
 
     def note(self) -> str | None:
         """Return a sentence about experts that saw too few tokens; None if all saw enough."""

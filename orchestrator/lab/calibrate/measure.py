@@ -18,6 +18,7 @@ from gguf_tools.file.layout import DOWN, GATE, GATE_UP, KINDS, UP, GGMLType
 from gguf_tools.quantize.ggml import Blocks, Ggml, load_ggml
 from gguf_tools.quantize.methods import ExpertQuantizer
 from gguf_tools.workers import in_order, workers
+from orchestrator.cost.calibrating import MAX_ROWS
 from orchestrator.cost.losses import LossTable, TablePrecision
 from orchestrator.errors import ConfigError
 from orchestrator.events import DecisionBuffer, RouteEvent
@@ -171,9 +172,6 @@ class AfterProduct:
         return products if self._biases is None else products + self._biases[experts]
 
 
-# Number of inputs per expert, from the first step, on which errors are measured. They determine the
-# relative error to a few percent. The mean square of the output is measured on all tokens.
-MAX_ROWS = 64
 # Limit for the float32 matrices in memory.
 WORK_BYTES = 2 << 30
 # Number of tokens whose outputs are squared in one block.

@@ -16,6 +16,7 @@ import numpy as np
 from gguf_tools.closing import Closing
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import private_bytes
+from orchestrator.cost.calibrating import LOGITS_BYTES
 from orchestrator.errors import BudgetError
 from orchestrator.events import DecisionBuffer, RouteEvent
 from orchestrator.lab.observe import (
@@ -31,8 +32,8 @@ from orchestrator.policy import DEFAULT
 
 # Upper limits for the tokens and the sequences of a step.
 _MOST_TOKENS, _MOST_SEQUENCES = 8192, 250
-# Memory for the logits of a step: bytes, or 1 / _LOGITS_SHARE of the cap. Logits are stored twice.
-_LOGITS_BYTES, _LOGITS_SHARE = 1 << 30, 8
+# The share of the cap for the logits of a step.
+_LOGITS_SHARE = 8
 # The graph node of the route hook: the gate weights of a layer [T, k, 1].
 _ROUTED = "moe_edge_route"
 # Private memory of a process before it loads a model. A process that has read before has more,
@@ -87,7 +88,7 @@ class TextReader(Closing):
             self._layer_of = {il: layer for layer, il in enumerate(model.layer_ids)}
             window_of = partial(window_bytes, model)
         total, longest = sum(map(len, windows)), max(map(len, windows))
-        logits_bytes = _LOGITS_BYTES if ram is None else ram // _LOGITS_SHARE
+        logits_bytes = LOGITS_BYTES if ram is None else ram // _LOGITS_SHARE
         sizes = [min(total, _MOST_TOKENS)]
         while sizes[-1] > longest:
             sizes.append(max(longest, sizes[-1] // 2))
@@ -106,12 +107,14 @@ class TextReader(Closing):
             for size, self.scored in tried:
                 self.steps = list(_steps(windows, size))
                 outputs = max(sum(int(self.scored[n].sum()) for n in step) for step in self.steps)
-                more["sequences"] = max(map(len, self.steps))
+                sequences = max(map(len, self.steps))
                 own = window_of(size) + 8 * n_vocab * outputs
                 own += max(0, private_bytes() - _OWN_BYTES)
                 budget = None if ram is None else CalibrationBudget(ram, own)
                 try:
-                    loaded, self._driver = load_within(stack, path, size, threads, budget, **more)
+                    loaded, self._driver = load_within(
+                        stack, path, size, threads, budget, sequences, **more
+                    )
                     break
                 except BudgetError:
                     if self.scored is not scored:
@@ -126,7 +129,7 @@ class TextReader(Closing):
                 self._is_wanted,
                 self._on_node,
                 store=self._driver.store,
-                sequences=more["sequences"],
+                sequences=sequences,
                 outputs=outputs,
             )
             self._observer.owned = stack.pop_all()

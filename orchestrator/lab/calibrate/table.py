@@ -31,6 +31,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,10 +44,13 @@ from gguf_tools.quantize.tiers import parse_types
 from orchestrator.allocation.estimate import ROUTING_TOKENS, surprise
 from orchestrator.cache.files import whole_file
 from orchestrator.cache.profile import cached_path, identity
+from orchestrator.config import Config
+from orchestrator.cost.calibrating import CalibrationTime, format_duration
 from orchestrator.cost.losses import Fit, LossTable, load, save
 from orchestrator.errors import BudgetError, ConfigError, NativeError
 from orchestrator.events import SKIP_TIER, DecisionBuffer, RouteEvent
 from orchestrator.lab.calibrate.capture import Calibration, Progress, read_calibration, spill_folder
+from orchestrator.lab.calibrate.default import default_calibration
 from orchestrator.lab.calibrate.measure import OutputSums, Precisions
 from orchestrator.lab.calibrate.methods import RTN, Method, open_quantizer
 from orchestrator.lab.calibrate.reader import TextReader
@@ -217,11 +221,50 @@ def spread(measured: np.ndarray, foreseen: np.ndarray) -> float:
     return float(np.std(np.log(measured[drawn].sum(axis=1) / foreseen[drawn].sum(axis=1))))
 
 
-Report = Callable[[str, float], None]
+# The size of a window, in tokens.
+WINDOW = ROUTING_TOKENS
+_FORM = 5
 
-# Default number of tokens of the text, and the size of a window.
-TOKENS, WINDOW = 8192, ROUTING_TOKENS
-_FORM = 4
+# The largest fraction of a part that is assumed without a report.
+_NEARLY = 0.95
+# Names of the parts of a run, in addition to the passes.
+QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "stored", "measuring"
+
+
+class Parts:
+    """Progress of a run of several parts, which are done in order.
+
+    A part reports its progress rarely, often only at its end. Between reports, the part is assumed
+    to take as long as predicted.
+    """
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        """seconds: the predicted duration of each part."""
+        self._seconds = seconds
+        self._done_s = self._part_s = self._reported = 0.0
+        self._since = monotonic()
+
+    @property
+    def total_s(self) -> float:
+        """The predicted seconds of all parts."""
+        return sum(self._seconds.values())
+
+    def begin(self, name: str) -> Progress:
+        """Begin a part. Returns the function that it reports its completed fraction to."""
+        names = list(self._seconds)
+        self._done_s = sum(self._seconds[each] for each in names[: names.index(name)])
+        self._part_s = self._seconds[name]
+        self._report(0.0)
+        return self._report
+
+    def _report(self, share: float) -> None:
+        self._reported, self._since = share, monotonic()
+
+    def share(self) -> float:
+        """Return the completed fraction of the run."""
+        assumed = (monotonic() - self._since) / max(self._part_s, 1e-9)
+        part = min(self._reported + assumed, _NEARLY + (1 - _NEARLY) * self._reported)
+        return (self._done_s + part * self._part_s) / max(self.total_s, 1e-9)
 
 
 class Kept:
@@ -257,6 +300,7 @@ class Kept:
 
     @property
     def rows(self) -> Path:
+        """The file of logits, which is created if it does not exist."""
         path = self.folder / "logits.f32"
         path.touch()
         return path
@@ -270,6 +314,7 @@ class Kept:
             return dict(found)
 
     def keep(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Save arrays under a name."""
         with whole_file(self.folder / f"{name}.npz") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
@@ -277,15 +322,16 @@ class Kept:
 def read_windows(method: Method, path: Path) -> Calibration:
     """Return a calibration's text for this model, its documents concatenated and cut into windows.
 
-    All windows have the same length, because windows of one step need equal numbers of tokens.
+    Without a text in `method`, it is the default text. All windows have the same length, because
+    windows of one step need equal numbers of tokens.
     """
-    if method.calib is None:
-        raise ConfigError("a text to calibrate on is missing: give --calib TEXT")
     words = Model(
         Bindings.load(), path, managed=True, use_extra_bufts=False, use_mmap=False, no_data=True
     )
     with closing(words):
         tokenize = partial(words.tokenize, add_special=True, parse_special=True)
+        if method.calib is None:
+            return default_calibration(tokenize, method.tokens, WINDOW)
         found = read_calibration(tokenize, method.calib, method.tokens, WINDOW)
     tokens = [token for window in found.windows for token in window]
     starts = range(0, max(1, len(tokens) - WINDOW + 1), WINDOW)
@@ -298,13 +344,14 @@ def measure_losses(
     reference: Path | None,
     types: Sequence[str],
     out: Path,
-    report: Report,
+    show: Callable[[Callable[[], float]], None],
     note: Callable[[str], None],
 ) -> LossTable:
     """Measure and write the loss table of a file's tiers and of further types.
 
-    The types are quantized by `method` from `reference`; None uses the file's best tier. `report`
-    is called with (activity, completed fraction); `note` receives messages for the user.
+    The types are quantized by `method` from `reference`; None uses the file's best tier. `show`
+    gets a function that returns the completed fraction. `note` receives messages for the user; one
+    of them says how long the run takes.
     """
     text = read_windows(method, source)
     asked = {
@@ -319,7 +366,17 @@ def measure_losses(
         tiers = [tier.name for tier in model.tiers]
         if kept.went_on:
             note(f"Continued the interrupted run saved in {kept.folder}.")
-        run = _Run(method, model, text, kept, report)
+        config = Config.build(model=source, threads=method.threads)
+        time = CalibrationTime.of(model, config, text.n_tokens)
+        seconds = {} if kept.table.exists() else _first_parts(method, source, reference, time)
+        todo = [name for name, _ in passes(tiers) if not kept.arrays(name)]
+        parts = Parts(seconds | dict.fromkeys(todo, time.pass_s))
+        note(
+            f"Calibrating takes about {format_duration(parts.total_s)}. "
+            "If it is interrupted, the same command continues it."
+        )
+        show(parts.share)
+        run = _Run(method, model, text, kept, parts)
         if not kept.table.exists():
             save(kept.table, model, run.measured(reference, types, note))
         table = load(kept.table, model)
@@ -333,14 +390,26 @@ def measure_losses(
     return table
 
 
+def _first_parts(
+    method: Method, source: Path, reference: Path | None, time: CalibrationTime
+) -> dict[str, float]:
+    """Return the seconds of the parts that make the table without factors."""
+    return {
+        QUANTIZING: 0.0 if method.chosen == RTN else time.pass_s,
+        READING: time.read_s,
+        READING_STORED: 0.0 if reference in (None, source) else time.pass_s,
+        MEASURING: time.measure_s,
+    }
+
+
 class _Run:
     """The passes of one calibration."""
 
     def __init__(
-        self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, report: Report
+        self, method: Method, model: ExpertModel, text: Calibration, kept: Kept, parts: Parts
     ) -> None:
         self._method, self._model, self._text, self._kept = method, model, text, kept
-        self._report = report
+        self._parts = parts
         self._threads = compute_threads(method.threads)
 
     def measured(
@@ -352,24 +421,19 @@ class _Run:
         quantizing = replace(method, calib=None) if method.chosen == RTN else method
         with ExitStack() as stack:
             full = stack.enter_context(ExpertModel.open(path))
-            by = stack.enter_context(
-                open_quantizer(
-                    quantizing, path, lambda done: self._report("Calibrating", done), note
-                )
-            ) or Rtn(load_ggml())
+            opened = open_quantizer(quantizing, path, self._parts.begin(QUANTIZING), note)
+            by = stack.enter_context(opened) or Rtn(load_ggml())
             wanted = parse_types(types, by.has_importance)
             precisions = Precisions(model, full, wanted, by, load_ggml(), self._threads)
             # Inputs are needed only if some precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
-            self._say(path, sums)
+            self._say(path, sums, self._parts.begin(READING))
             if path != model.path:
-                self._say(model.path, None)
-            return precisions.table(
-                sums, self._text, lambda done: self._report("Measuring losses", done)
-            )
+                self._say(model.path, None, self._parts.begin(READING_STORED))
+            return precisions.table(sums, self._text, self._parts.begin(MEASURING))
 
-    def _say(self, path: Path, sums: OutputSums | None) -> None:
+    def _say(self, path: Path, sums: OutputSums | None, progress: Progress) -> None:
         """Read the text in a file's best tier, and save its log-probabilities."""
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:
@@ -383,7 +447,7 @@ class _Run:
                 for logits in step.logits:
                     rows.rows[at] = log_softmax(logits)
                     at += 1
-                self._report("Reading the text", done / len(reader.steps))
+                progress(done / len(reader.steps))
             rows.close()
 
     def fit(self, table: LossTable, tiers: Sequence[str]) -> Fit:
@@ -392,14 +456,11 @@ class _Run:
         Raises ConfigError if nothing can be compared, and the exceptions of loading a model.
         """
         plain = replace(table, fit=Fit((1.0,) * len(table.counts), (), "", 0.0))
-        todo, found = passes(tiers), {}
-        for number, (name, tier) in enumerate(todo):
+        found = {}
+        for name, tier in passes(tiers):
             known = self._kept.arrays(name)
             if not known:
-
-                def progress(share: float, number: int = number) -> None:
-                    self._report("Fitting KL", (number + share) / len(todo))
-
+                progress = self._parts.begin(name)
                 known = self._moved(plain, name, tier, tiers[0], progress)._asdict()
                 self._kept.keep(name, known)
             found[name] = Moved(**known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from orchestrator.cost.planner import Planner
 from orchestrator.errors import BudgetError, MoeEdgeError
 from orchestrator.lab.children import Result, run_child
 from orchestrator.native.llama import Bindings
-from orchestrator.plan.machine import Machine, find_gpu, probe
+from orchestrator.plan.machine import find_gpu, probe
 from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.records import Machine, PlanRequest
 from orchestrator.policy import BASELINE, PLAIN, POLICIES, spends_loss
 from orchestrator.runtime.answering import Answering
 
@@ -36,10 +37,12 @@ class CheckJob:
     - chosen: the settings come from a plan that was chosen by a loss budget, so settings that have
       no effect are not an error.
     - answers: load the model as for a chat, and also check its tokenizer and chat template.
+    - conversations: plan the memory of conversations, as for a chat.
 
     Three fields select another job instead:
 
-    - beside: choose the policy while another process uses this many bytes; returns its settings.
+    - other_bytes: choose the policy while another process uses this many bytes; returns its
+      settings.
     - budgets: plan the runs of `three_budgets` for this tier; returns their settings.
     - layers: read prompt and answer in one batch, and write the experts' output of each layer to
       `rows` (.npz).
@@ -52,10 +55,18 @@ class CheckJob:
     prompt: list[int] | None = None
     answer: list[int] | None = None
     chosen: bool = False
-    beside: int | None = None
+    other_bytes: int | None = None
     budgets: str | None = None
     layers: bool = False
     answers: bool = False
+    conversations: bool = False
+
+    def request(self) -> PlanRequest:
+        """Return the request of a chat with these settings. Without conversations, it has the
+        memory of a chat's process only.
+        """
+        request = Answering().request(Config.build(**self.settings))
+        return replace(request, needs=replace(request.needs, conversations=self.conversations))
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -91,9 +102,9 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     model does not fit in memory or --ram. Raises GGUFError.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = Answering().config(config.compared(policy=PLAIN, model=path, **_aside(config) | free))
+    found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
     with ExpertModel.open(path) as model:
-        needed = plan_memory(found, model, machine).total_bytes
+        needed = plan_memory(Answering().request(found), model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes
     cap = usable if machine.device or config.ram is None else min(config.ram, usable)
     fits = needed <= cap
@@ -114,7 +125,6 @@ def _aside(config: Config) -> dict[str, Any]:
         "exact": True,
         "layout": "auto",
         "remember": False,
-        "conversations": False,
         "ubatch": min(config.ubatch or PROMPT_TOKENS, PROMPT_TOKENS),
     }
 

@@ -33,8 +33,8 @@ from orchestrator.lab.check.budgets import (
     settings_of,
 )
 from orchestrator.lab.children import Result
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import notes_of
+from orchestrator.plan.options import notes_of
+from orchestrator.plan.records import Machine
 from orchestrator.policy import ALLOWED_LOSS
 from orchestrator.runtime.support import MANAGED, NOT, support_of
 
@@ -161,7 +161,13 @@ class _Check:
                 # A prompt of a whole micro-batch uses all the planned scratch memory.
                 chosen = asked.policy != self.config.policy
                 job = CheckJob(
-                    settings, rows, None, self.options.tokens, chosen=chosen, answers=True
+                    settings,
+                    rows,
+                    None,
+                    self.options.tokens,
+                    chosen=chosen,
+                    answers=True,
+                    conversations=True,
                 )
                 self.report["as_asked"] = self._measure("as asked", job)
 
@@ -177,7 +183,8 @@ class _Check:
         config = self.config
         if config.policy is None and config.given(ALLOWED_LOSS) is not None:
             self.bar("Measuring this machine", None)
-            job = CheckJob(settings_of(config), os.devnull, None, 0, beside=private_bytes())
+            settings, own = settings_of(config), private_bytes()
+            job = CheckJob(settings, os.devnull, None, 0, other_bytes=own, conversations=True)
             found = run_job(job)
             if "error" in found:
                 self._problem(f"as asked: {found['error']}")
@@ -215,7 +222,12 @@ class _Check:
             self._problem(f"{subject.tier}: llama.cpp cannot compute it for comparison: {error}")
             return found
         job = CheckJob(
-            settings_of(config), str(rows), PROMPT_TOKENS, self.options.tokens, answers=True
+            settings_of(config),
+            str(rows),
+            PROMPT_TOKENS,
+            self.options.tokens,
+            answers=True,
+            conversations=True,
         )
         run = found["plain"] = self._measure(f"{subject.tier}, llama.cpp's own path", job)
         reference = None if "error" in run else run
@@ -245,7 +257,11 @@ class _Check:
         """Run the managed path on llama.cpp's tokens and compare the logits."""
         label = f"{config.high_tier}, {name} ({config.policy})"
         job = replace(
-            plain, settings=settings_of(config), rows=str(folder / "managed"), answers=False
+            plain,
+            settings=settings_of(config),
+            rows=str(folder / "managed"),
+            answers=False,
+            conversations=False,
         )
         if reference is not None:
             job = replace(job, prompt=reference["prompt"], answer=reference["answer"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from gguf_tools.experts import ExpertModel
 from gguf_tools.process import peak_rss_bytes
-from orchestrator.config import Config
 from orchestrator.cost.planner import Planner
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.check.budgets import CheckJob, settings_of, three_budgets
@@ -53,19 +53,21 @@ _SYSTEM = {"role": "system", "content": "Be brief."}
 
 def run(job: CheckJob) -> Result:
     """Perform a job and return its result. Raises MoeEdgeError."""
-    config = Config.build(**job.settings)
-    if job.beside is not None:
+    request = job.request()
+    config = request.config
+    if job.other_bytes is not None:
         # The measurement leaves these bytes of the cap to the other process. The plan uses the
         # whole cap, so that it equals a chat's plan.
+        less = config.with_changes(ram=config.ram and max(1, config.ram - job.other_bytes))
         with ExpertModel.open(config.model, config.low) as model:
-            runs = Planner(config.with_changes(beside=job.beside), model).runs(config)
+            runs = Planner(replace(request, config=less), model).runs(config)
         return {"settings": settings_of(runs.config)}
     if job.budgets is not None:
         with ExpertModel.open(config.model) as model:
-            runs_of = three_budgets(config, Planner(config, model), job.budgets)
+            runs_of = three_budgets(config, Planner(request, model), job.budgets)
             return {"budgets": [(name, settings_of(each)) for name, each in runs_of]}
     answering = Answering(reads_ahead=False) if job.answers else None
-    with Runtime.open(config, answering=answering, compared=job.chosen) as runtime:
+    with Runtime.open(request, answering=answering, compared=job.chosen) as runtime:
         found = {"text": read_and_render(runtime)} if job.answers else {}
         with runtime.evaluator() as evaluator:
             inside = evaluator.inside
@@ -235,4 +237,4 @@ def watch_layers(inside: Inside, tokens: Sequence[int], path: str) -> Result:
 
 
 if __name__ == "__main__":
-    answer(lambda told: run(CheckJob(**told)))
+    answer(lambda fields: run(CheckJob(**fields)))

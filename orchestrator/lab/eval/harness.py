@@ -147,9 +147,9 @@ class MoeEdgeLM(TemplateLM):
             until = [until] if isinstance(until, str) else list(until)
             most = int(given.get("max_gen_toks", _MAX_GEN_TOKENS))
             sampled = given.get("do_sample", False)
-            room = self.max_length - min(most, self.max_length // 2)
+            n_context = self.max_length - min(most, self.max_length // 2)
             body = {
-                "prompt": self.tok_encode(context)[-room + 1 :] or [self.prefix_token_id],
+                "prompt": self.tok_encode(context)[-n_context + 1 :] or [self.prefix_token_id],
                 "n_predict": most,
                 "temperature": float(given.get("temperature", 1.0)) if sampled else 0.0,
                 "stop": [stop for stop in until if stop],

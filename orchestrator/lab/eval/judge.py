@@ -82,8 +82,8 @@ class Judge:
         likely one. The context is read as a prompt. If it is too long, its oldest tokens are
         dropped. A context equal to that of the previous call is not evaluated again.
         """
-        room = self.evaluator.n_ctx - len(tokens)
-        kept = list(context)[-max(1, room) :]
+        n_free = self.evaluator.n_ctx - len(tokens)
+        kept = list(context)[-max(1, n_free) :]
         if self.prefill:
             rows = self._prompt_rows([*kept, *tokens[:-1]], len(kept) - 1)
         else:

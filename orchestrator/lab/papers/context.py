@@ -26,8 +26,8 @@ from orchestrator.lab.replay.near_data import (
     replay_near_data,
 )
 from orchestrator.lab.study.near_data import (
-    ALIKE,
     COUNTS,
+    EQUAL_USAGE,
     OURS,
     OWN,
     RANDOM,
@@ -130,7 +130,8 @@ def figure_2(on: Measured) -> Made:
 
 def figure_3(on: Measured) -> Made:
     """Measure how experts change from step to step, and from input to input."""
-    routes, rows = on.routes, []
+    routes = on.routes
+    rows: list[Row] = []
     groups = {"all": routes} | {
         name: [each for each in routes if each.domain == name]
         for name in (on.domains if len(on.domains) > 1 else ())
@@ -148,7 +149,7 @@ def figure_3(on: Measured) -> Made:
                 for c in changes(mine, LAGS)
             ]
     counts = [each.counts() for each in routes[:32]]
-    alike = [float(cosine(a, b).mean()) for a, b in combinations(counts, 2)]
+    similarities = [float(cosine(a, b).mean()) for a, b in combinations(counts, 2)]
     columns = (
         Column("text", "text", left=True),
         Column("steps later", "lag"),
@@ -175,7 +176,9 @@ def figure_3(on: Measured) -> Made:
         Compared(
             "use of experts in different inputs",
             "differs between two samples; no number",
-            f"mean cosine {np.mean(alike):.2f}, least {min(alike):.2f}" if alike else "one input",
+            f"mean cosine {np.mean(similarities):.2f}, least {min(similarities):.2f}"
+            if similarities
+            else "one input",
             "the same",
         ),
     ]
@@ -195,14 +198,14 @@ def figure_4(on: Measured) -> Made:
         Compared(
             "cosine of a prompt's use of experts with its answer's",
             "0.89 (Mixtral-8x7B on TruthfulQA)",
-            f"{mean(COUNTS, 'cosine'):.2f} by counts; uniform {mean(ALIKE, 'cosine'):.2f}",
+            f"{mean(COUNTS, 'cosine'):.2f} by counts; uniform {mean(EQUAL_USAGE, 'cosine'):.2f}",
             "another model and text. A cosine says little without the uniform guess, which the "
             "paper does not show",
         ),
         Compared(
             "routed experts that are among the hot quarter by the prompt",
             NOT_IN_TEXT,
-            f"{share(mean(OWN, 'mass'))}, at random {share(mean(ALIKE, 'mass'))}",
+            f"{share(mean(OWN, 'mass'))}, at random {share(mean(EQUAL_USAGE, 'mass'))}",
         ),
     ]
     return Made(compared, found.tables, found.panels)

@@ -195,7 +195,7 @@ def figure_5(on: Measured) -> Made:
 def figure_6(on: Measured) -> Made:
     """Measure the similarity of neighbouring layers."""
     found = Similarity().measure(on.subject())
-    alike = [
+    cosines = [
         value[0]
         for row in found.tables[0].rows
         for value in row.values()
@@ -208,7 +208,7 @@ def figure_6(on: Measured) -> Made:
         Compared(
             "cosine of neighbouring layers",
             "consistently high; no number in the text",
-            f"{min(alike):.2f} to {max(alike):.2f}",
+            f"{min(cosines):.2f} to {max(cosines):.2f}",
             WEIGHTS,
         ),
         Compared(
@@ -405,7 +405,7 @@ PAPER = Paper(
     (
         Figure("Table 1", "accuracy of each precision alone", table_1),
         Figure("Table 2", "accuracy of mixes", table_2),
-        Figure("Table 3", "the parts of DyMoE, one after the other", table_3),
+        Figure("Table 3", "speed with each part of DyMoE added in turn", table_3),
         Figure("Figure 3", "critical experts by importance and at random", figure_3),
         Figure("Figure 4", "load of heavy hitters and of all tokens", figure_4),
         Figure("Figure 5", "sensitivity of each layer", figure_5),

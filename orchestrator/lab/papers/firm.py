@@ -230,7 +230,10 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Measure the loss of eq. 11 over (K, P), K up to 2 k, and what each search finds."""
+    """Measure the loss of eq. 11 over K candidates and P voting layers, and each search.
+
+    K goes up to twice the number of experts per token.
+    """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert
     routers = routers_of(subject)
@@ -262,7 +265,7 @@ def figure_6(on: Measured) -> Made:
         Column("K, P", "votes", lambda votes: f"{votes[0]}, {votes[1]}"),
         Column("x smallest loss", "ratio", fixed(3)),
     )
-    title = f"What each search finds: {subject.basis}, a cache of {CACHED:.0%} of the experts"
+    title = f"Pairs found by each search: {subject.basis}, a cache of {CACHED:.0%} of the experts"
     tables = [Table(title, columns, rows)]
     run = played(on)
     cached = replace(run.options, expert_ram=int(CACHED * expert_bytes(run.trace)))
@@ -345,7 +348,7 @@ PAPER = Paper(
     "firm",
     "FIRM-MoE",
     (
-        Figure("Table 1", "the parts of FIRM-MoE, one after the other", table_1),
+        Figure("Table 1", "speed with each part of FIRM-MoE", table_1),
         Figure("Table 2", "how many matrices of an expert are prefetched", table_2),
         Figure("Figure 4", "latency by the size of the expert cache", figure_4),
         Figure("Figure 5", "tokens per second by prompt and answer length", figure_5),

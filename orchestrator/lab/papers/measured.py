@@ -71,8 +71,10 @@ def _pieces(document: Document, domain: str) -> Iterator[Document]:
 
 
 def _balanced(domains: Sequence[list[Document]]) -> Iterator[Document]:
-    """Yield all texts, always one of the domain that has had the least, so that any beginning has
-    about as much of each domain."""
+    """Yield all texts, in an order that gives each domain about the same share of any beginning.
+
+    The next text is of the domain with the fewest characters so far.
+    """
     left = [deque(each) for each in domains]
     had = [0] * len(domains)
     while any(left):
@@ -133,10 +135,10 @@ class Measured(AbstractContextManager["Measured"]):
         return {"model": self.config.model.name, "bytes": size, "text": text}
 
     def _subject(self, tokens: int | None = None, window: int | None = None) -> Subject:
-        """Return the model with TOKENS tokens of the text, or so many, in contexts of `window`.
+        """Return the model with `tokens` tokens of the text, in contexts of `window` tokens.
 
-        Contexts are shorter if there are many domains, because studies need some of each. Raises
-        ConfigError if the text is too short.
+        The default of `window` is shorter if there are many domains, because studies need several
+        contexts of each. Raises ConfigError if the text is too short.
         """
         tokens = tokens or TOKENS
         window = window or max(LEAST_WINDOW, min(WINDOW, tokens // (3 * len(self.domains))))
@@ -162,10 +164,12 @@ class Measured(AbstractContextManager["Measured"]):
         return Bindings.load().library()
 
     def trace(self, prompt: int, answer: int, policy: str = FIRM.name) -> Trace:
-        """Return a recording of a prompt and an answer of so many tokens, from the start of a text.
+        """Return the recorded routing of a prompt and an answer from the start of the text.
 
-        With `firm` it has the deepest look-ahead, with `dymoe` the importance of tokens. It is
-        kept on disk, because a second one would have other times.
+        `prompt` and `answer` are their numbers of tokens.
+
+        With the policy `firm` the recording has the deepest look-ahead, with `dymoe` the importance
+        of tokens. It is kept on disk and used again, because a new recording has other times.
         """
         key = digest(self.basis())[:8]
         path = self.folder / f"trace-{policy}-{prompt}-{answer}-{key}.npz"

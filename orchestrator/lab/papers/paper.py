@@ -42,8 +42,8 @@ class Compared(NamedTuple):
 class Made:
     """A measured table or figure.
 
-    `compared` is what a reader sees first. `tables` and `panels` hold the details; the panels are
-    drawn in `rows` rows.
+    `compared` is shown first. `tables` and `panels` hold the details. The panels are drawn in
+    `rows` rows.
     """
 
     compared: list[Compared]
@@ -60,9 +60,9 @@ class Unavailable(ConfigError):
 class Figure:
     """A table or figure of a paper.
 
-    - name: as in the paper, such as "Table 3". about: what it shows.
-    - measure: makes ours. None if it cannot be made on this machine; `why` is the reason then.
-    - paper: what the paper's text states, if nothing is measured.
+    - name: as in the paper, such as "Table 3". about: its subject in a few words.
+    - measure: measures ours. None if it cannot be made on this machine; `why` is the reason.
+    - paper: the values in the paper's text, shown if nothing is measured.
     """
 
     name: str

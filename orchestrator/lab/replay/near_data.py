@@ -298,8 +298,8 @@ def blended(base: np.ndarray, other: np.ndarray, wanted: float) -> np.ndarray:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        alike = cosine(base, (1 - middle) * base + middle * other).mean()
-        low, high = (middle, high) if alike > wanted else (low, middle)
+        similarity = cosine(base, (1 - middle) * base + middle * other).mean()
+        low, high = (middle, high) if similarity > wanted else (low, middle)
     return (1 - high) * base + high * other
 
 
@@ -453,8 +453,8 @@ def decode(shape: PaperModel, plan: Plan, sequence: Sequence) -> Decoded:
     times = np.vectorize(shape.near_ms, otypes=[float])(plan.bits)
     near = np.where(there & ~hot, times[layers, ids], 0.0).sum(axis=2)
     # The GPU and the near-data memory compute concurrently.
-    beside = np.where(near > 0, near + shape.trip_ms(), 0.0)
-    layer_ms = shape.dense_ms() + np.maximum((hot * shape.gpu_ms()).sum(axis=2), beside)
+    near_ms = np.where(near > 0, near + shape.trip_ms(), 0.0)
+    layer_ms = shape.dense_ms() + np.maximum((hot * shape.gpu_ms()).sum(axis=2), near_ms)
     steps = layer_ms.sum(axis=1)
     hot_mass = float(hot.sum() / max(1, there.sum()))
     return Decoded(float(steps.mean()), float(near.sum(axis=1).mean()), hot_mass)
@@ -581,13 +581,13 @@ def _before(
         used = sequence.counts.sum(axis=1, keepdims=True)
         share = sequence.counts / np.where(used > 0, used, 1)
         for column, (n_prompt, _) in enumerate(LENGTHS):
-            brought = np.zeros_like(before.hot)
+            loaded = np.zeros_like(before.hot)
             for layer in range(shape.n_layers):
                 tokens = share[layer] * n_prompt * shape.n_expert_used
-                took, brought[layer] = shape.prompt_layer_ms(tokens, before.hot[layer], n_prompt)
+                took, loaded[layer] = shape.prompt_layer_ms(tokens, before.hot[layer], n_prompt)
                 prompts[at, column] += took
             # Experts that the prompt streamed to the GPU need no migration.
-            moves[at, column] = (plan.hot & ~before.hot & ~brought).sum() * shape.move_ms
+            moves[at, column] = (plan.hot & ~before.hot & ~loaded).sum() * shape.move_ms
     return prompts, moves
 
 
@@ -612,14 +612,14 @@ def replay_near_data(asked: NearData, trace: Trace | None) -> dict[str, Any]:
             "hot_mass": run.mean("hot_mass"),
             "lengths": lengths,
         }
-    alike = [cosine(each.counts, each.decode_counts()).mean() for each in routing.sequences]
+    similarities = [cosine(each.counts, each.decode_counts()).mean() for each in routing.sequences]
     return {
         "shape": shape.name,
         "routing": routing.source,
         "n_hot": asked.n_hot,
         "near_bits": asked.near_bits,
         "fitted_migrations": shape.fitted_migrations,
-        "prefill_decode_cosine": float(np.mean(alike)),
+        "prefill_decode_cosine": float(np.mean(similarities)),
         "runs": rows,
     }
 

@@ -47,7 +47,7 @@ class Recorder:
         policy, again = inside.policy, "load the model again to record it"
         if policy.wants.learns and inside.driver.steps:
             raise ConfigError(f"the policy {policy.name} has already made decisions: {again}")
-        if inside.driver.brought:
+        if inside.driver.prefetched:
             raise ConfigError(
                 f"experts were prefetched between two answers, which a replay cannot reproduce: "
                 f"{again}"

@@ -25,7 +25,8 @@ from orchestrator.lab.replay.simulate import (
 from orchestrator.lab.replay.trace import Header, Trace
 from orchestrator.lab.table import Column, Row, Table, percent
 from orchestrator.native import MAX_AHEAD, Library
-from orchestrator.plan.choice import tiers_between, unused_option
+from orchestrator.plan.options import unused_option
+from orchestrator.plan.planning import tiers_between
 from orchestrator.policy import (
     BASELINE,
     PLAIN,
@@ -50,7 +51,9 @@ class ReplayOptions(Settings):
     """
 
     policy: str | None = setting(
-        None, f"The policy that decides: {', '.join(POLICIES)}.", shown="as recorded"
+        None,
+        lambda: f"The policy that decides: {', '.join(POLICIES)}.",
+        shown="as recorded",
     )
     expert_ram: int | None = setting(
         None, "Cap on the expert slots.", unit=SIZE, shown="as recorded"

@@ -337,7 +337,7 @@ def simulate(
             store.begin_step(step.phase)
             _play(clock, setup, step, time)
             us = (clock.now_ns - start_ns) / 1000
-            told = ComputedStep(
+            report = ComputedStep(
                 number=number,
                 phase=step.phase,
                 n_tokens=step.n_tokens,
@@ -346,7 +346,7 @@ def simulate(
                 prompt_ends=step.prompt_ends,
                 ends=step.ends,
             )
-            moves = driver.learn(told)
+            moves = driver.learn(report)
             restore(number)
             if moves:
                 store.transition(moves)

@@ -244,7 +244,7 @@ class Similarity(Study):
         def known(at: int, *names: str) -> Row:
             return {name: found[name][at] for name in names if name in found}
 
-        alike: list[Row] = [
+        similar: list[Row] = [
             {"layers": f"{before}-{il}", **known(at, OUTPUT, FFN_INPUT)}
             for at, (before, il) in enumerate(pairs)
         ]
@@ -265,7 +265,7 @@ class Similarity(Study):
                     Column("cosine after the layer (l_out)", OUTPUT, with_error),
                     Column("cosine before the experts (ffn_inp)", FFN_INPUT, with_error),
                 ),
-                alike,
+                similar,
             ),
             Table(
                 f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",

@@ -128,10 +128,10 @@ def expert_bytes(trace: Trace) -> int:
 
 
 def on_link(trace: Trace, reads: float) -> ReplayOptions:
-    """Return the options of a link on which reading all experts of a token takes `reads` times as
-    long as computing the token.
+    """Return replay options with a link speed relative to the recorded computing time.
 
-    Both times are then of the same machine, so that ratios do not depend on its load.
+    Reading all experts of a token takes `reads` times as long as computing the token. So ratios of
+    speeds do not depend on the load of the machine.
     """
     decoded = trace.arrays["step_phase"] == Phase.DECODE
     compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
@@ -213,10 +213,11 @@ def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
 
 
 def measure_votes(on: Played) -> Findings:
-    """Measure the loss of every pair (K, P) with K <= k, and what the tuning methods choose.
+    """Measure the loss of every pair of K candidates and P voting layers, and the tuned pairs.
 
-    One replay counts every pair on every token. One more replay per tuning method gives its choice.
-    Raises ConfigError if no expert is missing.
+    K is at most the number of experts per token. One replay counts every pair on every token. One
+    more replay for each tuning method gives the pair that it chooses. Raises ConfigError if no
+    expert is missing.
     """
     way = on.options.settings.get("agree", MOL)
     depth = depth_of(way, int(on.trace.arrays["event_ahead"].max()))

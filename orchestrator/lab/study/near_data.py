@@ -60,14 +60,14 @@ LEAST = 8
 
 # The quantities P~ and S of section 4.1. Figure 4 shows P; experts are placed by S.
 COUNTS, OWN = "own prompt, P", "own prompt, S"
-RIGHT, WRONG, ALIKE, ORACLE = "others", "other domains", "uniform", "answer"
+RIGHT, WRONG, EQUAL_USAGE, ORACLE = "others", "other domains", "uniform", "answer"
 USUAL_PRIOR = int(PlacementSettings().prior_tokens)
 # The predictions that are shown per layer, with their column titles.
 BY_LAYER = {
     COUNTS: "cosine of the answer's usage with the prompt's P",
     OWN: "with the prompt's S",
     RIGHT: "with others",
-    ALIKE: "with uniform usage",
+    EQUAL_USAGE: "with uniform usage",
 }
 
 # Scores [n_layers, n_expert] of a window's experts by prediction method; None if the method has no
@@ -106,7 +106,7 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
     "others" is the mean of all other windows of the same domain. "other domains" is the wrong
     profile: the mean of all windows of other domains.
     """
-    own, alike = usages[at], np.zeros(usages[at].counts.shape)
+    own, uniform = usages[at], np.zeros(usages[at].counts.shape)
 
     def mean(same: bool) -> np.ndarray | None:
         rest = [
@@ -122,12 +122,12 @@ def choices(usages: Sequence[Usage], at: int, k: int) -> Choices:
     right, wrong, usual = mean(True), mean(False), PlacementSettings()
     return {
         COUNTS: shares(own.counts),
-        OWN: blended(alike, PlacementSettings(prior_tokens=0.0)),
+        OWN: blended(uniform, PlacementSettings(prior_tokens=0.0)),
         RIGHT: right,
         WRONG: wrong,
         blend(RIGHT): blended(right, usual),
         blend(WRONG): blended(wrong, usual),
-        ALIKE: shares(alike),
+        EQUAL_USAGE: shares(uniform),
         ORACLE: own.answer.astype(np.float64),
     }
 
@@ -154,7 +154,7 @@ class PromptContext(Study):
         basis = f"{len(usages)} prompts and answers; {on.basis}"
         tables = [
             Table(
-                f"Experts of an answer by what is known before (Figure 4): {basis}",
+                f"Experts of an answer by the knowledge before it (Figure 4): {basis}",
                 (
                     Column("text", "domain", left=True),
                     Column("chosen by", "by", left=True),
@@ -276,7 +276,7 @@ def domain_rows(usages: Sequence[Usage], every: Sequence[Choices], n_hot: int) -
             asked = sum(float(answer.sum()) for _, answer in mine)
             caught = sum(captured(scores, answer, n_hot) for scores, answer in mine)
             # With equal scores, the hot experts are random.
-            if by == ALIKE:
+            if by == EQUAL_USAGE:
                 caught = asked * n_hot / usages[0].counts.shape[1]
             if asked:
                 mean = float(np.mean([cosine(*each).mean() for each in mine]))

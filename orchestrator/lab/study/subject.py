@@ -89,7 +89,7 @@ def one_layer(inner: Policy, layer: int, tier: int) -> Wrapper:
 
 
 def placed(inner: Policy, **instead: Callable[..., Any]) -> Wrapper:
-    """Keep all experts where they started, also after prompts.
+    """Keep all experts in their first places, also after prompts.
 
     The wrapper must be installed before the first step, so that the reports contain the data that
     the inner policy requires.

@@ -12,8 +12,8 @@
 common_chat_msg moe_edge_parse_answer(
     const std::string & text, bool is_partial, const common_chat_parser_params & params, const common_chat_msg & sent);
 
-// Returns the message `now` with the tool calls of `before` that it lacks, because a stream cannot take back what it
-// has sent.
+// Returns the message `now` with the tool calls of `before` that it lacks, because a stream cannot take back a part
+// that was sent.
 common_chat_msg moe_edge_with_calls_of(const common_chat_msg & before, const common_chat_msg & now);
 
 // Sets the note for the log of the request that this thread answers.

@@ -364,7 +364,7 @@ bool moe_edge_prompts::restore(
         }
         llama_tokens stored(std::max<size_t>(1, n));
         if (llama_state_seq_load_file(context, path, slot.number, stored.data(), stored.size(), &n) == 0) {
-            throw std::runtime_error("there is no room for it");
+            throw std::runtime_error("there is not enough space for it");
         }
         stored.resize(n);
         server_tokens tokens = server_tokens::deserialize(stored, false);

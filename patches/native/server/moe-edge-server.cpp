@@ -502,7 +502,7 @@ moe_edge_server * moe_edge_server_create(
         reason = failure.what();
     } catch (const moe_edge_refused & refused) {
         server.reset();
-        reason = refused.reason + " (--chat-template FILE gives another one)";
+        reason = refused.reason + " (--chat-template FILE sets another template)";
     }
     given_model = nullptr;
     given_context = nullptr;

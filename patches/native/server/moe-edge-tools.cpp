@@ -182,14 +182,14 @@ common_chat_params moe_edge_templates_apply(
         return made;
     }
     if (!shows(made.prompt, inputs.tools[0].name)) {
-        throw std::invalid_argument("this chat template does not show tools to the model: --chat-template FILE gives another one");
+        throw std::invalid_argument("this chat template does not show tools to the model: --chat-template FILE sets another template");
     }
     moe_edge_tighten_calls(made, inputs);
     if (!inputs.parallel_tool_calls) {
         allow_one_call(made.grammar);
     }
     if (required && made.grammar.empty()) {
-        throw std::invalid_argument("tool calls have no form in this chat template: --chat-template FILE gives another one");
+        throw std::invalid_argument("tool calls have no form in this chat template: --chat-template FILE sets another template");
     }
     const bool thinks_in_text = made.supports_thinking && inputs.reasoning_format == COMMON_REASONING_FORMAT_NONE;
     if (required && !thinks_in_text && !made.parser.empty()) {

@@ -1,5 +1,6 @@
-// What upstream's test-llama-archs.cpp takes of its library "common", which is not built here. Models are
-// made and saved without it; only its own comparisons, which are not run, decode batches.
+// The parts of upstream's library "common" that its test-llama-archs.cpp uses. That library is not
+// built here. Models are made and saved without it. Only upstream's comparisons, which are not run,
+// decode batches.
 
 #pragma once
 

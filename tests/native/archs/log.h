@@ -1,4 +1,4 @@
-// What upstream's test-llama-archs.cpp takes of its log: nothing is said.
+// The log macros that upstream's test-llama-archs.cpp uses. They print nothing.
 
 #pragma once
 

@@ -1,10 +1,13 @@
-// Tiny models of random weights of each Mixture-of-Experts architecture, as upstream's own test makes them:
+// Writes tiny models with random weights of each Mixture-of-Experts architecture, like upstream's
+// own test.
+//
 //   make_models
-// names the architectures, and
+// lists the architectures.
+//
 //   make_models NAME FOLDER N_EXPERT N_USED N_LAYER WIDTH N_BY_TOKEN
-// writes FOLDER/NAME.gguf. It has upstream's layers, again and again until they are N_LAYER. With a WIDTH every row of an
-// expert has so many weights. In the first N_BY_TOKEN layers a token's id chooses its experts, where the architecture has
-// such layers.
+// writes FOLDER/NAME.gguf. Upstream's layers are repeated until there are at least N_LAYER. With a
+// WIDTH, every row of an expert has that many weights. In the first N_BY_TOKEN layers the token id
+// chooses the experts, if the architecture has such layers.
 
 #define main upstream_main
 #include "test-llama-archs.cpp"
@@ -21,9 +24,10 @@ struct sizes {
     uint32_t n_expert, n_used, n_layer, width, n_by_token;
 };
 
-// Upstream's test makes no layer in which a token's id chooses its experts. These tables are as its converter writes them.
+// Adds tables by which the token id chooses the experts of a layer, in the format of upstream's
+// converter. Upstream's test makes no such layers.
 static void choose_by_token(gguf_context * file, ggml_context * ctx, const sizes & sizes) {
-    const int64_t n_vocab = 128;  // as get_gguf_ctx has it
+    const int64_t n_vocab = 128;  // as in get_gguf_ctx
     for (uint32_t il = 0; il < sizes.n_by_token; il++) {
         ggml_tensor * table = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, sizes.n_used, n_vocab);
         ggml_format_name(table, "blk.%u.ffn_gate_tid2eid.weight", il);
@@ -35,7 +39,7 @@ static void choose_by_token(gguf_context * file, ggml_context * ctx, const sizes
     gguf_set_val_u32(file, "deepseek4.hash_layer_count", sizes.n_by_token);
 }
 
-// At least so many layers, upstream's again and again: what the header has for each layer is repeated.
+// Repeats upstream's layers to at least n_layer. Values per layer in the header are repeated too.
 static void set_layers(gguf_context * gguf, const std::string & arch, uint32_t n_layer) {
     const std::string count = arch + ".block_count";
     const uint32_t before = gguf_get_val_u32(gguf, gguf_find_key(gguf, count.c_str()));
@@ -59,8 +63,8 @@ static void set_layers(gguf_context * gguf, const std::string & arch, uint32_t n
     }
 }
 
-// Scales of matrices are small at random, so that what they scale changes next to nothing: they become ten times as
-// large. Says whether the graph reads those of experts, which all models get here.
+// Multiplies the scales of matrices by ten, because upstream's random scales are too small to have
+// an effect. Returns whether the graph reads the scales of experts, which all models get here.
 static bool scale_by_about_one(llama_model * model, llama_context * context) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     const auto logits = [&] {
@@ -106,7 +110,7 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
             set(key, sizes.width);
         }
     }
-    if (arch == LLM_ARCH_GEMMA4) {  // which upstream's test has for some others, but not for this one
+    if (arch == LLM_ARCH_GEMMA4) {  // upstream's test sets this for some other architectures only
         const bool windowed[] = { true, true, true, true, false };
         gguf_set_arr_data(gguf.get(), "gemma4.attention.sliding_window_pattern", GGUF_TYPE_BOOL, windowed, 5);
         if (sizes.width > 0) {
@@ -117,8 +121,8 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
     auto model = get_model_and_ctx(gguf.get(), nullptr, /* seed */ 1, /* stdev */ 0.1f, {});
     const bool scaled = scale_by_about_one(model.first.get(), model.second.get());
 
-    // Upstream's saver knows not every architecture; and what its test adds to the header beside keys are
-    // no tensors of the model.
+    // Upstream's saver does not support every architecture. The keys that its test adds to the
+    // header for some tensors are not tensors of the model.
     gguf_context_ptr file(gguf_init_empty());
     gguf_set_kv(file.get(), gguf.get());
     ggml_context_ptr tables(ggml_init({ 1 << 20, nullptr, /* no_alloc */ false }));
@@ -138,7 +142,7 @@ static void make(llm_arch arch, const std::string & folder, const sizes & sizes)
     gguf_write_to_file(file.get(), (folder + "/" + llm_arch_name(arch) + ".gguf").c_str(), /* only_meta */ false);
 }
 
-// In a process of its own, which alone ends where upstream's code ends one.
+// Runs in a child process, because upstream's code may abort.
 static bool made(llm_arch arch, const std::string & folder, const sizes & sizes) {
     const pid_t child = fork();
     if (child == 0) {

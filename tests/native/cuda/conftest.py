@@ -1,4 +1,4 @@
-"""CUDA programs run on an emulated GPU everywhere, and on the real one where there is one."""
+"""CUDA programs on an emulated GPU, and on a real one if there is one."""
 
 import json
 import subprocess
@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 def emulated_backend(library_folder, llama_source):
     """emulated_backend(types, more): libggml-cuda.so for the emulated GPU, cached by content.
 
-    types: those whose MMQ kernels are compiled. more: further sources in ggml-cuda/."""
+    types: types whose MMQ kernels are compiled. more: further sources in ggml-cuda/.
+    """
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("the emulated GPU needs g++ and nm")
@@ -42,7 +43,7 @@ def emulated_backend(library_folder, llama_source):
 
 @dataclass(frozen=True)
 class Device:
-    """Where a program of this folder runs."""
+    """The GPU on which a program of this folder runs."""
 
     emulated: bool
     compile: Callable[..., Path]
@@ -51,11 +52,14 @@ class Device:
 
     @property
     def library(self):
-        """What engine_driver.py loads, with all that a whole model needs."""
+        """The backend that engine_driver.py loads, with all sources that a model needs."""
         return self.backend(build.MODEL_TYPES, build.MODEL_SOURCES) if self.emulated else "-"
 
     def run(self, name, *arguments, types=(), more=(), delay_us=0):
-        """NAME.cpp with a CUDA backend; delay_us: at most, of each task of the emulated GPU."""
+        """Run NAME.cpp with a CUDA backend.
+
+        delay_us: maximum delay of each task of the emulated GPU.
+        """
         sources = [HERE / f"{name}.cpp", PATCHES / "native/moe-edge-workers.cpp"]
         program = self.compile(name, sources, "-std=c++17", "-ldl")
         library = self.backend(types, more) if self.emulated else "-"
@@ -74,13 +78,13 @@ def device(request, library_folder, compile_native, emulated_backend, monkeypatc
 @pytest.fixture
 def emulated(device):
     if not device.emulated:
-        pytest.skip("a device that does what it is told to is at hand in the emulation only")
+        pytest.skip("only the emulated GPU can be controlled")
     return device
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Answers of a model, each by engine_driver.py in a process of its own."""
+    """Answers of a model, each computed by engine_driver.py in a separate process."""
 
     device: Device
     model: Path
@@ -92,12 +96,12 @@ class Runs:
         return self._run(self.device.library, n_decode, {"device": "cuda0"} | options)
 
     def _run(self, library, n_decode, options):
-        """What the driver found, and under "failed" the last words of one that ended early."""
+        """Return the driver's results, or {"failed": last message} if it ended early."""
         job = {"prompt": list(range(5, 17)), "n_decode": n_decode}
         job |= {"warm": False, "watch": False, "routes": False}
         given = (*job, "pinned_limit", "refuse_pin", "answer")
         job |= {key: options.pop(key) for key in given if key in options}
-        # the micro-batch is computed when a model has loaded
+        # the micro-batch is computed after a model is loaded
         usual = {"model": str(self.model), "ctx": 128, "threads": 1, "ubatch": 16}
         job["options"] = usual | options
         command = [sys.executable, str(HERE / "engine_driver.py"), str(library), json.dumps(job)]

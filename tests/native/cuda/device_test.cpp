@@ -1,4 +1,4 @@
-// The CUDA device's memory, copies and tickets.
+// Tests of the CUDA device's memory, copies and tickets.
 //
 //   device_test LIBRARY
 
@@ -17,7 +17,7 @@ void expect(bool true_one, const std::string & sentence) {
     }
 }
 
-// Bytes on a device are read back through a tensor that lies there.
+// Reads back device memory through a tensor.
 class window {
   public:
     window(const gpu & g, int64_t bytes) : g(g) {
@@ -53,8 +53,8 @@ void test_memory(const gpu & g) {
     g.device->memory(&free, &total);
     expect(total >= free && free > 0, "no memory");
     expect(!g.device->name().empty(), "no name");
-    constexpr int64_t SIZE = 64 << 20;  // smaller pieces come from what the driver already has
-    constexpr int64_t STEP = 2 << 20;   // in which drivers give memory
+    constexpr int64_t SIZE = 64 << 20;  // smaller allocations may come from the driver's free memory
+    constexpr int64_t STEP = 2 << 20;  // drivers allocate in steps of this size
     auto * memory = static_cast<char *>(g.device->alloc(SIZE));
     expect(memory && (uintptr_t) memory % 256 == 0, "no memory, or not aligned");
     g.device->memory(&less, &total);
@@ -64,15 +64,15 @@ void test_memory(const gpu & g) {
     }
     g.device->release(memory);
     expect(g.device->alloc(total * 2) == nullptr, "more memory than there is");
-    expect(g.device->error().empty(), "what does not fit is no loss: " + g.device->error());
+    expect(g.device->error().empty(), "a refused allocation is not a lost device: " + g.device->error());
     bool pinned = false;
     char * host = g.device->alloc_host(5000, &pinned);
     expect(host && (uintptr_t) host % 4096 == 0, "no host memory, or not aligned");
     g.device->release_host(host);
 }
 
-// Every copy waits for the one before it, on the other lane: the last one's bytes stay. Copies
-// outnumber the events behind tickets.
+// Every copy waits for the previous one on the other lane, so the last copy's bytes stay. There are
+// more copies than events for tickets.
 void test_order(const gpu & g, bool pinned) {
     constexpr int64_t SIZE = 4096;
     constexpr int COPIES = 1200;
@@ -99,17 +99,17 @@ void test_order(const gpu & g, bool pinned) {
     }
     g.device->wait(latest);
     for (const moe_edge_ticket t : all) {
-        expect(g.device->passed(t), "a ticket before one that has passed");
+        expect(g.device->passed(t), "a ticket has not passed, but a later one has");
     }
     for (const char c : window(g, SIZE).read(memory)) {
         expect(c == (COPIES - 1) % 64, "a copy did not wait for the one before it");
     }
-    expect(g.device->passed(0), "0 has always passed");
+    expect(g.device->passed(0), "ticket 0 must always have passed");
     g.device->release(memory);
     g.device->release_host(own);
 }
 
-// Threads copy to places of their own, and each sees its own bytes behind its ticket.
+// Threads copy to separate memory. Each must see its own bytes after its ticket has passed.
 void test_threads(const gpu & g) {
     constexpr int64_t SIZE = 1024;
     std::vector<std::thread> threads;
@@ -127,7 +127,7 @@ void test_threads(const gpu & g) {
                 before = g.device->copy(i % MOE_EDGE_N_LANES, memory, from, SIZE, before);
                 g.device->wait(before);
                 const auto got = w.read(memory);
-                expect(std::equal(got.begin(), got.end(), from), "bytes of another copy");
+                expect(std::equal(got.begin(), got.end(), from), "the bytes of another copy");
             }
             g.device->release(memory);
             g.device->release_host(own);
@@ -138,7 +138,7 @@ void test_threads(const gpu & g) {
     }
 }
 
-// Copies from memory that is not pinned must not hold up who asks for them.
+// Copies from pageable memory must not block the caller.
 void test_pageable_returns(const gpu & g) {
     constexpr int64_t SIZE = 1 << 20;
     auto * memory = static_cast<char *>(g.device->alloc(SIZE));
@@ -149,9 +149,9 @@ void test_pageable_returns(const gpu & g) {
         last  = g.device->copy(MOE_EDGE_LANE_DEMAND, memory, plain.data(), SIZE, 0);
         ahead = ahead || !g.device->passed(last);
     }
-    expect(ahead, "every copy had ended when it was asked for");
+    expect(ahead, "every copy blocked the caller");
     g.device->wait(last);
-    expect(g.device->passed(last), "waiting for a ticket ends before it has passed");
+    expect(g.device->passed(last), "the wait for a ticket ended before it had passed");
     g.device->release(memory);
 }
 
@@ -162,21 +162,21 @@ void test_refused_pin(const gpu & g) {
     g.limit_pinned(0);
     bool pinned = true;
     char * host = g.device->alloc_host(1 << 16, &pinned);
-    expect(host && !pinned, "a refused pin must be told, and pageable memory taken");
+    expect(host && !pinned, "a refused pin must be reported, and pageable memory used");
     g.limit_pinned(UINT64_MAX);
     auto * memory = static_cast<char *>(g.device->alloc(1 << 16));
     memset(host, 3, 1 << 16);
     g.device->wait(g.device->copy(MOE_EDGE_LANE_PREFETCH, memory, host, 1 << 16, 0));
     for (const char c : window(g, 1 << 16).read(memory)) {
-        expect(c == 3, "a copy from pageable memory");
+        expect(c == 3, "a copy from pageable memory is wrong");
     }
     g.device->release(memory);
     g.device->release_host(host);
-    expect(g.device->error().empty(), "a refused pin is no loss: " + g.device->error());
+    expect(g.device->error().empty(), "a refused pin is not a lost device: " + g.device->error());
 }
 
-// Host memory is pinned piece by piece: where the second one is refused the first stays pinned, and
-// copies from either, and from where they meet, bring their bytes.
+// Host memory is pinned in pieces. If the driver refuses the second piece, the first one stays
+// pinned. Copies from either piece and across their boundary must be correct.
 void test_pinned_in_pieces(const gpu & g) {
     constexpr uint64_t PIECE = 1ull << 30, SIZE = 1 << 20;
     auto * memory = static_cast<char *>(g.device->alloc(SIZE));
@@ -189,14 +189,14 @@ void test_pinned_in_pieces(const gpu & g) {
         }
         bool pinned = !refused;
         char * host = g.device->alloc_host(2 * PIECE, &pinned);
-        expect(host && pinned == !refused, "two pieces, of which the driver refused " + std::to_string(refused));
+        expect(host && pinned == !refused, "wrong result for two pieces; refused:  " + std::to_string(refused));
         for (const uint64_t at : { PIECE - 2 * SIZE, PIECE - SIZE / 2, PIECE + SIZE }) {
             for (uint64_t i = 0; i < SIZE; i++) {
                 host[at + i] = (char) (i * 7 + at / SIZE);
             }
             g.device->wait(g.device->copy(MOE_EDGE_LANE_DEMAND, memory, host + at, SIZE, 0));
             const auto got = window(g, SIZE).read(memory);
-            expect(std::equal(got.begin(), got.end(), host + at), "bytes from where pieces of pinned memory meet");
+            expect(std::equal(got.begin(), got.end(), host + at), "wrong bytes at the boundary of two pinned pieces");
         }
         g.device->release_host(host);
     }

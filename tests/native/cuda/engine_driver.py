@@ -1,12 +1,17 @@
-"""Decodes greedily with an evaluator; run as a program, because a backend stays once it is loaded.
+"""Decode greedily with an evaluator.
 
-engine_driver.py LIBRARY JOB: LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of
-Config.build, a prompt, n_decode, warm: every expert is read before the first token; answer: tokens
-to go on with in the place of its own; routes: what the routers chose for each token is wanted;
-watch: prefill has a callback, which takes what is offered, and the last token but one is prefill.
-Prints JSON: its own tokens, logits before each of them and behind the last, statistics, and what
-was taken of the device after each chunk of the prompt and in the end. Options that do not work
-print {"error": sentence, "needed": bytes of the smallest budget that works, or null}.
+A separate program, because a loaded backend cannot be unloaded.
+
+engine_driver.py LIBRARY JOB
+
+LIBRARY is a libggml-cuda.so to load, or "-". JOB is JSON: options of Config.build, prompt,
+n_decode, and: warm: load every expert before the first token. answer: tokens to continue with
+instead of its own. routes: report the routed experts of each token. watch: prefill has a callback
+that accepts the default tiers, and the last token but one is prefill.
+
+Prints JSON: its own tokens, the logits before each of them and after the last, statistics, and the
+device memory in use after each chunk of the prompt and at the end. Options that do not work print
+{"error": message, "needed": bytes of the smallest budget that works, or null}.
 """
 
 import ctypes
@@ -33,7 +38,10 @@ def load_backend(library):
 
 
 def taken(library, runtime):
-    """Bytes of the device: the most so far of the emulated one, what is in use of a real one."""
+    """Return a function that returns used device bytes.
+
+    They are the peak on an emulated GPU, and the current use on a real one.
+    """
     if library != "-":
         peak = ctypes.CDLL(library).moe_emu_peak_bytes
         peak.restype = ctypes.c_uint64
@@ -45,7 +53,7 @@ def taken(library, runtime):
 
 
 def used(library):
-    """Bytes of the emulated device that are taken now, kernels that were loaded among them."""
+    """Return the bytes of the emulated device in use, including loaded kernels, or None."""
     if library == "-":
         return None
     now = ctypes.CDLL(library).moe_emu_used_bytes
@@ -54,7 +62,7 @@ def used(library):
 
 
 def bytes_that_came(e, at_first):
-    """What it takes to bring each expert once that is in the best tier now and was not at first."""
+    """Return the bytes of all experts that are in the best tier now and were not at first."""
     best = (at_first != 0) & (e.inside.store.resident() == 0)
     sizes = [
         sum(tiers[0].expert_bytes for tiers in kinds if tiers[0]) for kinds in e.inside.model.slices
@@ -63,12 +71,12 @@ def bytes_that_came(e, at_first):
 
 
 def chosen(event):
-    """Which layer of which step it is, and each token's experts in order of their numbers."""
+    """Return the step, the layer, and each token's experts in ascending order."""
     return [event.step, event.layer, *np.sort(event.ids_array, axis=1).ravel().tolist()]
 
 
 def planned_slots(runtime):
-    """Bytes of slots before anything of the GPU's memory was measured."""
+    """Return the bytes of slots that were planned before GPU memory was measured."""
     slots = runtime._loader.planner.plan(runtime.inside.config).slots
     return slots.total_bytes if slots else 0
 
@@ -94,7 +102,7 @@ def decode(library, job):
         at_first = e.inside.store.resident() if e.inside.managed else None
         on_device = taken(library, runtime) if e.plan.device else lambda: 0
         if not runtime._loader.on_gpu:
-            e.inside.loaded.warm_up()  # a GPU's has been: both begin with the same experts
+            e.inside.loaded.warm_up()  # as a GPU's: both begin with the same experts
         step = e.plan.n_ubatch
         if job["warm"]:
             layers, experts = range(e.inside.model.n_layers), range(e.inside.model.n_expert)

@@ -1,5 +1,5 @@
-// Experts of one matrix in several types, what is routed to them, and what they should give:
-// a dot product in double precision with the dequantized weights.
+// Experts of one matrix in several types, routed tokens, and the expected result: a dot product in
+// double precision with the dequantized weights.
 
 #pragma once
 
@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-// Upstream's own limit for MUL_MAT_ID, over all rows. A single row may miss it: the sums of
-// activations that MMQ multiplies with the weights' offsets are not those of the rounded ones.
+// Upstream's limit for MUL_MAT_ID, over all rows. A single row may exceed it, because MMQ
+// multiplies the weights' offsets with sums of the activations before rounding.
 constexpr double NMSE_LIMIT = 5e-4, ROW_LIMIT = 1e-2;
 constexpr int32_t SKIP = -1;
 
@@ -43,7 +43,8 @@ struct expert_weights {
         std::vector<float> full(s.n_in * s.n_out * s.experts);
         const std::vector<float> even(s.n_in, 1.0f);
         for (const ggml_type type : types) {
-            // Tiers have nothing in common, so that a wrong tier is as wrong as a wrong expert.
+            // The tiers have independent weights, so that a wrong tier is as wrong as a wrong
+            // expert.
             for (float & w : full) {
                 w = normal(random);
             }
@@ -90,7 +91,7 @@ struct batch {
     }
 };
 
-// tier_of[e]: the tier of each expert, or SKIP. [tokens, used, n_out]
+// Returns [tokens, used, n_out]. tier_of[e]: the tier of each expert, or SKIP.
 inline std::vector<float> reference(const expert_weights & w, const batch & b, const std::vector<int32_t> & tier_of) {
     const shape & s = w.s;
     std::vector<float> out(s.n_out * s.used * b.tokens);
@@ -111,7 +112,7 @@ inline std::vector<float> reference(const expert_weights & w, const batch & b, c
     return out;
 }
 
-// Adds up results that belong together; dies at the first one that is wrong.
+// Accumulates the error of several results. Exits at the first wrong row.
 struct comparison {
     double error = 0, power = 0;
 
@@ -154,7 +155,7 @@ inline ggml_type type_of(const std::string & name) {
     die("no such type: " + name);
 }
 
-// The op's tensors on a backend; weights are the caller's.
+// The op's tensors on a backend. The caller owns the weights.
 struct op {
     ggml_context * ctx;
     ggml_tensor * x;

@@ -1,4 +1,4 @@
-// Experts that are all in memory, in any tier, and the graph that computes with them:
+// Experts that are all resident, in any tier, and a graph that computes with them:
 // down(silu(gate(x)) * up(x)).
 
 #pragma once
@@ -13,7 +13,7 @@
 #include <cstring>
 #include <memory>
 
-// A matrix all of whose experts are in memory, in any tier.
+// A matrix whose experts are all resident, in every tier.
 class resident {
   public:
     resident(moe_edge_device * device, const expert_weights & w, int32_t kind) : device(device), w(w) {
@@ -25,7 +25,7 @@ class resident {
         for (size_t t = 0; t < w.types.size(); t++) {
             const uint64_t unit = ggml_is_quantized(w.types[t]) ? ggml_type_size(w.types[t]) : 256;
             const uint64_t past = ggml_is_quantized(w.types[t]) ? ggml_row_size(w.types[t], 512) : 0;
-            // not as close as they could be, so that an index is no offset
+            // not as close as possible, so that offsets are not multiples of the index
             step.push_back((w.expert_bytes(t) + past + unit - 1) / unit * unit + 3 * unit);
             memory.push_back(static_cast<char *>(device->alloc(step[t] * w.s.experts)));
             bool pinned = false;
@@ -66,9 +66,9 @@ class resident {
     moe_edge_matrix matrix;
     std::vector<int32_t> tier_of;
     bool fixed = false;
-    bool late  = false;  // next() gives one expert after the other
-    int32_t odd = MOE_EDGE_MISS_COPY;  // where experts of an odd number are used
-    std::vector<int32_t> hooked;  // what a hook saw of the ids; none without one
+    bool late  = false;  // next() returns one expert at a time
+    int32_t odd = MOE_EDGE_MISS_COPY;  // how experts with an odd number are served
+    std::vector<int32_t> hooked;  // the ids that a hook saw; empty without a hook
     int  begun = 0;
 
   private:
@@ -88,7 +88,7 @@ class resident {
             held++;
         }
         if (n == 0) {
-            die("the executor asks for more than it has begun with");
+            die("the executor requests more experts than it began with");
         }
         return n;
     }
@@ -121,7 +121,7 @@ inline const moe_edge_ops resident::operations = {
     },
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix * m) { return of(m).fixed; },
-    nullptr,  // unwatched as well
+    nullptr,  // no hook either
     [](moe_edge_matrix * m, int32_t * out) {
         std::copy(of(m).hooked.begin(), of(m).hooked.end(), out);
         return of(m).hooked.empty() ? -1 : static_cast<int32_t>(of(m).hooked.size());
@@ -133,7 +133,7 @@ inline const moe_edge_ops resident::operations = {
     [](moe_edge_matrix *, int32_t, uint64_t) {},
 };
 
-// down(silu(gate(x)) * up(x)) as a graph; down only where `with_down`.
+// The graph of down(silu(gate(x)) * up(x)).
 struct feed_forward {
     ggml_context * weights_ctx;
     ggml_context * ctx;
@@ -203,9 +203,9 @@ inline std::vector<int32_t> decide(const expert_weights & w, std::mt19937 & rand
     return tier_of;
 }
 
-inline comparison downs;  // of all cases of a pair of tiers: one alone has too few rows for the limit
+inline comparison downs;  // over all cases of a pair of tiers, because one case has too few rows for the limit
 
-// Both of the graph's interesting tensors, each against what goes into it.
+// Compares the GLU and the output of a graph with references that use its own inputs.
 inline void check(const feed_forward & f, const std::vector<const expert_weights *> & w, const std::vector<resident *> & m, const batch & b,
            const std::string & where) {
     const auto gate = reference(*w[0], b, m[0]->tier_of), up = reference(*w[1], b, m[1]->tier_of);
@@ -219,7 +219,7 @@ inline void check(const feed_forward & f, const std::vector<const expert_weights
             die("a skipped expert contributes to the GLU: " + where);
         }
     }
-    // a product of two
+    // a product of two results has twice the error
     if (!(error <= 2 * NMSE_LIMIT * power)) {
         die("GLU: NMSE " + std::to_string(error / power) + ": " + where);
     }

@@ -1,13 +1,13 @@
-// gate, up and their GLU on the CUDA executor, fused into one launch where every expert's gate and
-// up are of one type and there, and tables that stay on the device for a step.
+// gate, up and their GLU on the CUDA executor: fused into one launch if gate and up of every expert
+// have the same type and are resident. Also tables that stay on the device for a step.
 //
-//   fused_test LIBRARY TIERS...     each TIERS is e.g. q4_K+q2_K
+//   fused_test LIBRARY TIERS...     TIERS is for example q4_K+q2_K
 
 #include "feed_forward.h"
 
 namespace {
 
-// What the store is asked for, and that a launch is fused exactly where it can be.
+// Checks the calls of the store, and that a launch is fused whenever it can be.
 void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, std::mt19937 & random, const std::string & tiers) {
     const std::vector<int32_t> high(w[0]->s.experts, 0);
     std::vector<int32_t> one_differs = high;
@@ -46,18 +46,18 @@ void test_asked(const gpu & g, const std::vector<const expert_weights *> & w, st
             f.run(b);
             check(f, w, m, b, where);
             expect(!g.counts() || (counted(g).reads == before.reads) == (how == "hooked"), "ids read back: " + where);
-            expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 1, "every product asks the store once: " + where);
+            expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 1, "every product must call the store once: " + where);
             if (g.counts()) {
                 const bool can = tokens <= 8 && how != "other" && how != "late" && !hosted && ggml_is_quantized(w[0]->types[0]) && ggml_is_quantized(w[0]->types.back());
                 const bool was = counted(g).glus == before.glus;
-                // with one expert a late one is no different from others
+                // with one expert, a late one makes no difference
                 expect(was == can || (how == "late" && b.distinct().size() == 1), (can ? "not fused: " : "fused: ") + where);
             }
         }
     }
 }
 
-// Tables on the device: no call of the store but at the step boundary, and with graphs.
+// Static tables on the device: the store is called at step boundaries only. Also with CUDA graphs.
 void test_fixed(const gpu & g, const std::vector<const expert_weights *> & w, std::mt19937 & random, const std::string & tiers) {
     for (const int64_t tokens : { 1, 2, 8, 40 }) {
         std::vector<std::unique_ptr<resident>> own;
@@ -91,18 +91,18 @@ void test_fixed(const gpu & g, const std::vector<const expert_weights *> & w, st
             }
         }
         for (resident * r : m) {
-            expect(r->begun == 0, "an op asks the store although its table is on the device");
+            expect(r->begun == 0, "an op calls the store although its table is on the device");
         }
-        expect(g.device->counts(&down, 1, counts.data()), "nobody counted");
+        expect(g.device->counts(&down, 1, counts.data()), "no counts");
         expect(counts == routed, "counts of routed tokens differ");
         std::fill(counts.begin(), counts.end(), 0);
         g.device->counts(&down, 1, counts.data());
-        expect(counts == std::vector<uint32_t>(counts.size()), "counts are not forgotten when they were read");
+        expect(counts == std::vector<uint32_t>(counts.size()), "counts are not reset after they were read");
         if (g.counts()) {
             expect(counted(g).graphs > before.graphs, "no CUDA graph ran");
         }
 
-        // where a table cannot say where experts are, ops ask the store, and count all the same
+        // if a table has no base addresses, ops call the store, and still count
         std::vector<const char *> base;
         base.swap(m[2]->matrix.base);
         m[2]->matrix.base.resize(base.size());
@@ -111,34 +111,34 @@ void test_fixed(const gpu & g, const std::vector<const expert_weights *> & w, st
         const batch more(w[0]->s, tokens, 1, random);
         f.run(more);
         check(f, w, m, more, tiers + ", no base");
-        expect(m[2]->begun == 1, "down must ask the store");
+        expect(m[2]->begun == 1, "down must call the store");
         std::fill(routed.begin(), routed.end(), 0);
         for (const int32_t e : more.ids) {
             routed[e]++;
         }
         std::fill(counts.begin(), counts.end(), 0);
         g.device->counts(&down, 1, counts.data());
-        expect(counts == routed, "counts of tokens whose ops asked the store differ");
+        expect(counts == routed, "counts of ops that called the store differ");
         base.swap(m[2]->matrix.base);
         m[2]->matrix.version++;
         m[2]->begun = 0;
 
-        // gate and up apart, and no longer fixed: both ask the store
+        // with different tables and no longer static, gate and up call the store
         auto tier_of = m[0]->tier_of;
         tier_of[0] = tier_of[0] == SKIP ? 0 : SKIP;
         m[1]->set(tier_of);
         g.device->step_boundary(all.data(), all.size(), true);
         batch b(w[0]->s, tokens, 1, random);
         f.run(b);
-        check(f, w, m, b, tiers + ", tiers of gate and up apart");
-        expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 0, "gate and up must ask the store, down need not");
+        check(f, w, m, b, tiers + ", different tiers of gate and up");
+        expect(m[0]->begun == 1 && m[1]->begun == 1 && m[2]->begun == 0, "gate and up must call the store, down must not");
         for (resident * r : m) {
             r->fixed = false;
         }
         g.device->step_boundary(all.data(), all.size(), false);
         f.run(b);
-        check(f, w, m, b, tiers + ", not fixed any more");
-        expect(m[2]->begun == 1, "down must ask the store");
+        check(f, w, m, b, tiers + ", no longer static");
+        expect(m[2]->begun == 1, "down must call the store");
     }
 }
 
@@ -157,7 +157,7 @@ int main(int argc, char ** argv) {
         const std::vector<const expert_weights *> w = { &gate, &up, &down };
         test_asked(g, w, random, argv[i]);
         test_fixed(g, w, random, argv[i]);
-        // GLUs have more outliers than what experts are otherwise tested with
+        // GLUs have more outliers than other test data
         expect(downs.error <= 2 * NMSE_LIMIT * downs.power, "down: NMSE " + std::to_string(downs.error / downs.power));
         printf("%s: NMSE %.2e\n", argv[i], downs.error / downs.power);
         downs = {};

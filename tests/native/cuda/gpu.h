@@ -1,4 +1,4 @@
-// The device that a test program runs on: a GPU, or an emulated one.
+// The device of a test program: a GPU or an emulated one.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-// The CUDA backend in a library of its own; "-": the one that libggml was built with.
+// Loads the CUDA backend from a library. "-": the backend in libggml.
 inline ggml_backend_reg_t cuda_backend(const std::string & library) {
     ggml_backend_reg_t reg = library == "-" ? ggml_backend_reg_by_name("CUDA") : ggml_backend_load(library.c_str());
     if (!reg || ggml_backend_reg_dev_count(reg) == 0) {
@@ -40,29 +40,29 @@ struct gpu {
 
     static ggml_backend_t new_backend(ggml_backend_reg_t reg) { return ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr); }
 
-    // Another one in the place of this, with streams and a pool of its own.
+    // Replaces the backend by a new one, with new streams and a new pool.
     void renew() {
         ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
         ggml_backend_free(backend);
         backend = new_backend(reg);
     }
 
-    // Only an emulated GPU counts.
+    // Only an emulated GPU counts launches.
     bool counts() const { return count != nullptr; }
 
     uint64_t launches(const char * kernel) const { return count ? count(kernel) : 0; }
 
-    // Larger pieces of host memory cannot be pinned from now on. Null on a real GPU.
+    // From now on, larger pieces of host memory cannot be pinned. Null on a real GPU.
     void (*limit_pinned)(uint64_t bytes);
 
-    // The nth piece of host memory from now on is not pinned. Null on a real GPU.
+    // The nth piece of host memory from now on cannot be pinned. Null on a real GPU.
     void (*refuse_pin)(int64_t nth);
 
   private:
     uint64_t (*count)(const char *);
 };
 
-// "q4_K+q2_K"
+// Parses "q4_K+q2_K".
 inline std::vector<ggml_type> parse_tiers(const std::string & tiers) {
     std::vector<ggml_type> types;
     for (size_t at = 0; at <= tiers.size();) {

@@ -1,5 +1,5 @@
-// MUL_MAT_ID of upstream's CUDA backend on plain tensors, against a dot product in double
-// precision: on a GPU a check of the build, in emulation a check of the emulation.
+// MUL_MAT_ID of upstream's CUDA backend on plain tensors, compared with dot products in double
+// precision. On a GPU this checks the build, in emulation the emulation.
 //
 //   kernels_test LIBRARY TYPE... [-- TOKENS...]
 

@@ -1,4 +1,4 @@
-// How experts are sorted into launches: addresses only, no device.
+// Tests how experts are grouped into launches. Uses addresses only, no device.
 
 #include "moe-edge-launch.h"
 
@@ -21,7 +21,8 @@ void expect(bool true_one, const std::string & sentence) {
 
 const char * at(uint64_t address) { return reinterpret_cast<const char *>(address); }
 
-// Every expert is in exactly one place, from which a kernel gets to its data; skipped ones last.
+// Checks that every expert is in exactly one launch that can reach its data, and skipped experts
+// come last.
 void check(const std::vector<moe_edge_launch_item> & items, const std::vector<moe_edge_launch> & launches) {
     std::map<int32_t, moe_edge_launch_item> left;
     for (const moe_edge_launch_item & e : items) {
@@ -33,22 +34,22 @@ void check(const std::vector<moe_edge_launch_item> & items, const std::vector<mo
         int32_t i = 0;
         for (int32_t c = 0; c < l.list.n_classes; c++) {
             const moe_edge_launch_class & k = l.classes[c];
-            expect(k.n > 0 && k.first == i && l.list.first[c] == i && l.list.first[c + 1] == i + k.n, "classes are not one after the other");
+            expect(k.n > 0 && k.first == i && l.list.first[c] == i && l.list.first[c + 1] == i + k.n, "classes are not contiguous");
             const int64_t unit = moe_edge_unit_bytes(k.type);
             for (; i < k.first + k.n; i++) {
                 const moe_edge_launch_item & e = left.at(l.list.expert[i]);
                 expect(e.type == k.type, "a class of several types");
-                expect(l.list.unit[i] >= 0 && (uint64_t) l.list.unit[i] <= MOE_EDGE_REACH_UNITS, "out of a kernel's reach");
-                expect(k.base + l.list.unit[i] * unit == e.data, "not where the expert is");
+                expect(l.list.unit[i] >= 0 && (uint64_t) l.list.unit[i] <= MOE_EDGE_REACH_UNITS, "beyond a kernel's reach");
+                expect(k.base + l.list.unit[i] * unit == e.data, "the wrong address of an expert");
                 if (e.gate) {
                     expect(l.gate.expert[i] == e.expert && l.gate.unit[i] >= 0 && (uint64_t) l.gate.unit[i] <= MOE_EDGE_REACH_UNITS &&
-                           k.gate + l.gate.unit[i] * unit == e.gate, "not where the gate is");
+                           k.gate + l.gate.unit[i] * unit == e.gate, "the wrong address of a gate");
                 }
                 left.erase(e.expert);
             }
         }
         for (; i < l.list.n; i++) {
-            expect(left.at(l.list.expert[i]).data == nullptr, "not skipped, and in no class");
+            expect(left.at(l.list.expert[i]).data == nullptr, "an expert that is not skipped has no class");
             left.erase(l.list.expert[i]);
         }
     }
@@ -62,31 +63,31 @@ void test_one_class() {
     }
     const auto launches = moe_edge_plan_launches(items);
     check(items, launches);
-    expect(launches.size() == 1 && launches[0].list.n_classes == 1, "one type in one pool is one class");
-    expect(moe_edge_plan_launches({}).empty(), "nothing needs no launch");
+    expect(launches.size() == 1 && launches[0].list.n_classes == 1, "one type in one pool must be one class");
+    expect(moe_edge_plan_launches({}).empty(), "no experts must need no launch");
 }
 
 void test_only_skipped() {
     const std::vector<moe_edge_launch_item> items = { { 3, -1, nullptr }, { 1, GGML_TYPE_Q4_K, nullptr } };
     const auto launches = moe_edge_plan_launches(items);
     check(items, launches);
-    expect(launches.size() == 1 && launches[0].list.n_classes == 0 && launches[0].list.first[0] == 0, "skipped ones have no class");
+    expect(launches.size() == 1 && launches[0].list.n_classes == 0 && launches[0].list.first[0] == 0, "skipped experts must have no class");
 }
 
-// Pools that are not whole blocks apart, or too far, are classes of their own.
+// Pools at a distance that is not a whole number of blocks, or too large, are separate classes.
 void test_apart() {
     const std::vector<moe_edge_launch_item> items = {
         { 0, GGML_TYPE_Q4_K, at(0x10000) },
         { 1, GGML_TYPE_Q4_K, at(0x10000 + 144) },
-        { 2, GGML_TYPE_Q4_K, at(0x10000 + 256) },                        // 256 is no multiple of 144
+        { 2, GGML_TYPE_Q4_K, at(0x10000 + 256) },  // 256 is not a multiple of 144
         { 3, GGML_TYPE_Q4_K, at(0x10000 + uint64_t(INT32_MAX) * 144) },  // its last blocks are beyond 32 bits
         { 4, GGML_TYPE_Q8_0, at(0x10000) },
         { 5, GGML_TYPE_F16, at(0x10000 + 512) },
-        { 6, GGML_TYPE_F16, at(0x10000 + (uint64_t(1) << 33)) },         // floats reach further: in 256 bytes
+        { 6, GGML_TYPE_F16, at(0x10000 + (uint64_t(1) << 33)) },  // floats reach further, in units of 256 bytes
     };
     const auto launches = moe_edge_plan_launches(items);
     check(items, launches);
-    expect(launches.size() == 1 && launches[0].list.n_classes == 5, "classes");
+    expect(launches.size() == 1 && launches[0].list.n_classes == 5, "the number of classes is wrong");
 }
 
 void test_random(std::mt19937_64 & random) {
@@ -119,16 +120,16 @@ void test_table() {
     entries[2] = { at(0x900000), GGML_TYPE_Q2_K, 0 };
     entries[3] = { at(0x900000 + 84), GGML_TYPE_Q2_K, 0 };
     std::vector<int32_t> out;
-    expect(moe_edge_plan_table(entries, types, base, out), "a table that a kernel can follow");
-    expect(out == std::vector<int32_t>({ 0, -1, 1, 1, 5, -1, 0, 1 }), "a table");
+    expect(moe_edge_plan_table(entries, types, base, out), "a valid table is refused");
+    expect(out == std::vector<int32_t>({ 0, -1, 1, 1, 5, -1, 0, 1 }), "a table has the wrong content");
     for (const moe_edge_entry wrong : {
              moe_edge_entry{ at(0x100000 + 100), GGML_TYPE_Q4_K, 0 },                        // within a block
              moe_edge_entry{ at(0x100000 - 144), GGML_TYPE_Q4_K, 0 },                        // before the base
-             moe_edge_entry{ at(0x100000 + 144), GGML_TYPE_Q6_K, 0 },                        // a type of no tier
+             moe_edge_entry{ at(0x100000 + 144), GGML_TYPE_Q6_K, 0 },  // a type that no tier has
              moe_edge_entry{ at(0x100000 + uint64_t(INT32_MAX) * 144), GGML_TYPE_Q4_K, 0 },  // too far
          }) {
         entries[1] = wrong;
-        expect(!moe_edge_plan_table(entries, types, base, out), "a table that no kernel can follow");
+        expect(!moe_edge_plan_table(entries, types, base, out), "an invalid table is accepted");
     }
 }
 

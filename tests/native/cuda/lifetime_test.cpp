@@ -1,5 +1,5 @@
-// What outlives what: backends one after another, graphs and the pool that they point into, tables
-// that change while other work runs.
+// Lifetimes: backends in sequence, graphs and the pool that they point into, and tables that change
+// while other work runs.
 //
 //   lifetime_test LIBRARY TIERS
 
@@ -25,7 +25,8 @@ uint64_t free_bytes(const gpu & g) {
     return free;
 }
 
-// More backends than a device has lanes for. Each has a pool of its own that holds what is expected.
+// Creates more backends in sequence than a device has lanes. Each has its own pool with the
+// expected scratch.
 void test_backends_in_sequence(gpu & g, const weights & w, std::mt19937 & random) {
     constexpr int64_t PIECE = 64 << 20;
     layer l(g, w, false);
@@ -35,15 +36,15 @@ void test_backends_in_sequence(gpu & g, const weights & w, std::mt19937 & random
         const uint64_t before = free_bytes(g);
         feed_forward f(g, l.m, w, 2);
         const batch b(w[0]->s, 2, 1, random);
-        f.run(b);  // dies where what an op read is released without a ticket
+        f.run(b);  // exits if a read slot is released without a ticket
         check(f, w, l.m, b, "backend " + std::to_string(i));
-        expect(free_bytes(g) + PIECE <= before, "the pool of backend " + std::to_string(i) + " lacks what was expected");
+        expect(free_bytes(g) + PIECE <= before, "the pool of backend " + std::to_string(i) + " lacks the expected scratch");
         g.renew();
     }
     g.device->expect_scratch(0);
 }
 
-// The device is so full that the pool gives back what it has kept, and a captured graph points there.
+// Fills the device, so that the pool frees memory that a captured graph points to.
 void test_graphs_go_with_the_pool(const gpu & g, const weights & w, std::mt19937 & random) {
     constexpr int64_t MIB = 1 << 20;
     layer l(g, w, true);
@@ -65,13 +66,13 @@ void test_graphs_go_with_the_pool(const gpu & g, const weights & w, std::mt19937
         eager.run(b);
     }
     for (int i = 0; i < 4; i++) {
-        run(g, w, l, f, 1, random, "step " + std::to_string(i) + " behind it");
+        run(g, w, l, f, 1, random, "step " + std::to_string(i) + " after");
     }
     g.device->release(hog);
     g.device->expect_scratch(0);
 }
 
-// Copies in both lanes at all times, and another tier for every expert at each step.
+// Copies run in both lanes all the time, and every expert changes its tier in each step.
 void test_replays_under_load(const gpu & g, const weights & w, std::mt19937 & random) {
     constexpr uint64_t BYTES = 1 << 16;
     layer l(g, w, true);

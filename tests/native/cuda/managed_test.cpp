@@ -1,13 +1,13 @@
-// The CUDA executor on experts of several types, with a store made for the purpose: it reads from
-// host memory, evicts at random, and fills every slot that it frees with NaNs before it loads
-// another expert there, so that a kernel that reads too early or too late gives a wrong row.
+// The CUDA executor on experts of several types, with a store for this test. The store reads from
+// host memory, evicts at random, and fills every freed slot with NaN before it loads another
+// expert. A kernel that reads too early or too late therefore gives a wrong row.
 //
-//   managed_test LIBRARY types TIERS...          each TIERS is e.g. q4_K+q2_K; batches 1 to 512
+//   managed_test LIBRARY types TIERS...          TIERS is for example q4_K+q2_K; batches of 1 to 512
 //   managed_test LIBRARY wide TIERS...           8 of 128 experts, 2,048 columns
-//   managed_test LIBRARY far TIERS...            slots more than 4 GiB of addresses apart
-//   managed_test LIBRARY random STEPS TIERS...   swap, compute and skip at random
+//   managed_test LIBRARY far TIERS...            slots more than 4 GiB apart
+//   managed_test LIBRARY random STEPS TIERS...   random swaps, computing and skips
 //   managed_test LIBRARY random STEPS TIERS --break load|reuse
-//     load: the executor is not told to wait for a copy; reuse: a copy does not wait for readers
+//     load: the executor does not wait for a copy; reuse: a copy does not wait for readers
 
 #include "gpu.h"
 
@@ -24,7 +24,7 @@ namespace {
 constexpr uint64_t PAGE = 4096;
 constexpr uint64_t FAR  = 4400ull << 20;
 
-// A whole number of blocks, and what kernels may read past the end of the last row.
+// A whole number of blocks, including the bytes that kernels may read past the end of the last row.
 uint64_t slot_bytes(ggml_type type, uint64_t expert_bytes, int64_t n_in) {
     const uint64_t unit = ggml_is_quantized(type) ? ggml_type_size(type) : 256;
     const uint64_t past = ggml_is_quantized(type) && n_in % 512 ? ggml_row_size(type, 512 - n_in % 512) : 0;
@@ -34,11 +34,11 @@ uint64_t slot_bytes(ggml_type type, uint64_t expert_bytes, int64_t n_in) {
 enum class broken { nothing, load, reuse };
 
 struct settings {
-    int32_t slots = 8;             // of each tier
-    bool    pageable = false;      // copies from memory that is not pinned
-    bool    in_place = false;      // some experts are used where they are, in the host's memory
-    bool    all_at_once = false;   // next() gives whatever fits, instead of some of it
-    bool    far = false;           // the second half of a tier's slots is FAR behind the first
+    int32_t slots = 8;  // of each tier
+    bool    pageable = false;  // copies from pageable memory
+    bool    in_place = false;  // some experts are used in place, in host memory
+    bool    all_at_once = false;  // next() returns all experts that fit, not only some
+    bool    far = false;  // the second half of a tier's slots is FAR after the first
     broken  how = broken::nothing;
 };
 
@@ -98,7 +98,7 @@ class fake_store {
 
     moe_edge_matrix matrix;
     std::vector<int32_t> tier_of;  // the decision: a tier, or SKIP
-    bool few = true;               // tokens: with more of them nothing is used in place
+    bool few = true;  // few tokens: with more, no expert is used in place
     uint64_t loads = 0, hits = 0, skips = 0, hosted = 0;
 
   private:
@@ -125,13 +125,13 @@ class fake_store {
             const int32_t e = experts[i], t = tier_of[e];
             asked.push_back(e);
             if (t != SKIP && slot_of(e, t) >= 0) {
-                slots[t][slot_of(e, t)].pinned = true;  // a hit stays
+                slots[t][slot_of(e, t)].pinned = true;  // a hit stays in its slot
             }
         }
         std::shuffle(asked.begin(), asked.end(), random);
     }
 
-    // Pinned slots are given back by release, so something always fits in the end.
+    // `release` frees pinned slots, so an expert always fits eventually.
     int32_t next(moe_edge_ready * out) {
         int32_t n = 0;
         std::vector<int32_t> later;
@@ -145,7 +145,7 @@ class fake_store {
         }
         asked = later;
         if (n == 0) {
-            die("the executor asks for more and gives nothing back");
+            die("the executor requests more experts without a release");
         }
         return n;
     }
@@ -176,7 +176,8 @@ class fake_store {
         return true;
     }
 
-    // Into a slot that no op uses, -1 where there is none: NaNs, then the expert, on any lane.
+    // Copies NaN and then the expert into an unused slot, on random lanes. Returns the slot, or -1
+    // if all are in use.
     int32_t load(int32_t e, int32_t t) {
         std::vector<int32_t> free;
         for (int32_t i = 0; i < set.slots; i++) {
@@ -229,7 +230,7 @@ class fake_store {
     std::vector<char> plain;
     std::vector<std::vector<slot>> slots;
     std::vector<int32_t> where;  // [experts, tiers] slot, -1: absent
-    std::vector<int32_t> asked;  // and not ready yet
+    std::vector<int32_t> asked;  // requested, and not ready yet
 
     static const moe_edge_ops operations;
 };
@@ -240,7 +241,7 @@ const moe_edge_ops fake_store::operations = {
     [](moe_edge_matrix * m, const moe_edge_ready * ready, int32_t n, moe_edge_ticket after) { of(m).release(ready, n, after); },
     nullptr,  // wait is for executors on the host
     [](moe_edge_matrix *) { return false; },
-    nullptr,  // unwatched as well
+    nullptr,  // no hook either
     [](moe_edge_matrix *, int32_t *) { return -1; },  // no hook: the executor reads the ids
     [](moe_edge_matrix *, const std::vector<moe_edge_product> & products, uint64_t) {
         static moe_edge_workers workers(2);
@@ -249,7 +250,7 @@ const moe_edge_ops fake_store::operations = {
     [](moe_edge_matrix *, int32_t, uint64_t) {},
 };
 
-// A managed tensor and the ops that use it, kept by their shapes.
+// A managed tensor and its ops, cached by their shapes.
 class managed {
   public:
     managed(const gpu & g, const expert_weights & w, moe_edge_matrix & matrix) : g(g), w(w) {
@@ -323,7 +324,7 @@ void test_types(const gpu & g, const std::string & tiers, std::mt19937 & random)
     printf("%s: %d cases, worst NMSE %.2e\n", tiers.c_str(), n, worst);
 }
 
-// A few batches of one shape, the experts in one tier each.
+// Some batches of one shape, with one tier for each expert.
 void test_shape(const gpu & g, const std::string & tiers, const shape & s, bool far, std::mt19937 & random) {
     const expert_weights w(s, parse_tiers(tiers), random);
     uint64_t free = 0, total = 0;
@@ -341,7 +342,7 @@ void test_shape(const gpu & g, const std::string & tiers, const shape & s, bool 
         managed m(g, w, store.matrix);
         store.tier_of = decide(w, random);
         const std::string where = tiers + ", " + std::to_string(tokens) + " tokens" + (far ? ", far" : "");
-        for (int i = 0; i < 2; i++) {  // experts that are there, in the second
+        for (int i = 0; i < 2; i++) {  // the second time, experts are resident
             const batch b(s, tokens, 1, random);
             all.add(w, b, store.tier_of, m.run(b), where);
         }

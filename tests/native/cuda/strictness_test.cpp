@@ -1,9 +1,10 @@
-// What a GPU or its driver would not let pass, done on purpose on the emulated one. Each act is a process of
-// its own, which the emulation ends with a sentence; where something has to fail later, the act looks for that.
+// Errors that a GPU or its driver would not allow, made on purpose on the emulated one. Each runs
+// in its own process. The emulation aborts with a message, or the program itself checks for the
+// later effect.
 //
-//   strictness_test ACT      "list" names them all
+//   strictness_test ACT      "list" prints all names
 //
-// Exit status 0: the act was noticed by its own check.
+// Exit status 0: the program's own check detected the error.
 
 #include <cuda_runtime.h>
 
@@ -24,7 +25,7 @@ namespace {
 
 void right(cudaError_t status) {
     if (status != cudaSuccess) {
-        printf("a call that is right failed: %s\n", cudaGetErrorString(status));
+        printf("a valid call failed: %s\n", cudaGetErrorString(status));
         exit(3);
     }
 }
@@ -109,13 +110,13 @@ const std::map<std::string, std::function<void()>> ACTS = {
         std::thread([e] { cudaEventQuery(e); }).join();
     } },
     // time
-    { "late-pageable-copy", [] {  // who reads behind it in another stream reads too early
+    { "late-pageable-copy", [] {  // a reader in another stream reads too early
         moe_emu_set_delay_us(2000);
         int * p = on_device(1);
         int * seen = nullptr;
         right(cudaMallocHost(&seen, sizeof(int)));
         cudaStream_t s = new_stream();
-        for (int value = 7; value < 57; value++) {  // a program that is stopped for a moment reads late as well
+        for (int value = 7; value < 57; value++) {  // after a short stop of the program, the read may come late
             right(cudaMemcpy(p, &value, sizeof(int), cudaMemcpyHostToDevice));
             moe_emu::config(1, 1, 0, s).of("look", [](int * from, int * to) { *to = *from; })(p, seen);
             right(cudaStreamSynchronize(s));
@@ -150,7 +151,7 @@ const std::map<std::string, std::function<void()>> ACTS = {
         noticed(first && cudaMalloc(&more, 4) == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress &&
                 cudaGetLastError() == cudaErrorIllegalAddress && cudaMemcpyAsync(p, p + 8, 4, cudaMemcpyDeviceToDevice, s) == cudaErrorIllegalAddress);
     } },
-    { "blocks-in-order", [] {  // who relies on it is wrong in one of a few launches
+    { "blocks-in-order", [] {  // code that relies on the order is wrong in one of a few launches
         int * order = nullptr;
         right(cudaMallocHost(&order, 17 * sizeof(int)));
         bool other = false;
@@ -165,7 +166,7 @@ const std::map<std::string, std::function<void()>> ACTS = {
         }
         noticed(other);
     } },
-    { "blocks-one-at-a-time", [] {  // what another block does between two barriers is seen
+    { "blocks-one-at-a-time", [] {  // a block sees writes of another block between two barriers
         int * count = nullptr;
         right(cudaMallocHost(&count, 2 * sizeof(int)));
         count[0] = count[1] = 0;
@@ -181,7 +182,7 @@ const std::map<std::string, std::function<void()>> ACTS = {
         right(cudaStreamSynchronize(s));
         noticed(count[1] == 64 && count[0] < 64);
     } },
-    { "atomic-in-two", [] {  // a read and a write are no atomic operation, a barrier or none between them
+    { "atomic-in-two", [] {  // a read and a write are not atomic, with or without a barrier between them
         int * count = nullptr;
         right(cudaMallocHost(&count, 2 * sizeof(int)));
         count[0] = count[1] = 0;
@@ -263,7 +264,7 @@ const std::map<std::string, std::function<void()>> ACTS = {
     { "captured-twice", [] { cudaStreamBeginCapture(captured(), cudaStreamCaptureModeRelaxed); } },
     { "capture-that-nobody-began", [] { cudaGraph_t g; cudaStreamEndCapture(new_stream(), &g); } },
     { "captured-stream-destroyed", [] { cudaStreamDestroy(captured()); } },
-    // and what has to work
+    // these must work
     { "blocks-share-nothing", [] {
         int * wrong = nullptr;
         right(cudaMallocHost(&wrong, sizeof(int)));
@@ -309,5 +310,5 @@ int main(int argc, char ** argv) {
         return 0;
     }
     ACTS.at(name)();
-    return 5;  // it passed
+    return 5;  // not detected
 }

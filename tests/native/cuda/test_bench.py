@@ -1,4 +1,4 @@
-"""`moe-edge bench gpu` on a GPU, its processes included; on the emulated one with few cases."""
+"""`moe-edge bench gpu` with its processes. On the emulated GPU only some cases run."""
 
 import os
 
@@ -14,10 +14,13 @@ CASES = {gpu.MANAGED_ON_GPU, MIXED_AHEAD}
 
 @pytest.mark.parametrize("kernels", [0, 4 << 20])
 def test_bench(device, monkeypatch, kernels):
-    """Upstream beside ours, both within what the GPU was said to have; nothing is timed here.
-    kernels: what each takes of the emulated device. With 4 MiB, one takes more than all experts."""
+    """All cases stay within their VRAM limit. Times are not checked.
+
+    kernels: memory of each kernel on the emulated GPU. At 4 MiB, one kernel takes more than all
+    experts.
+    """
     if kernels and not device.emulated:
-        pytest.skip("kernels of a chosen size are at hand in the emulation only")
+        pytest.skip("only the emulated GPU has kernels of a chosen size")
     if device.emulated:
         monkeypatch.setenv("MOE_EMU_MODULE", str(kernels))
         path = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
@@ -39,7 +42,7 @@ def test_bench(device, monkeypatch, kernels):
     assert not [row for row in rows.values() if "error" in row]
     assert (
         rows[gpu.MANAGED_ON_GPU]["hit_rate"] == 1
-    )  # counted on the GPU: nobody watches these steps
+    )  # counted on the GPU, because these steps have no hook
     assert rows[gpu.MANAGED_ON_GPU]["mix"]["high"] == 1
     assert rows[MIXED_AHEAD]["copied_bytes_per_token"] > 0
     assert all(row["peak_bytes"] > 0 for row in rows.values())

@@ -1,4 +1,4 @@
-"""What a decode step asks of the GPU, counted on the emulated one."""
+"""CUDA calls of a decode step, counted on the emulated GPU."""
 
 import json
 
@@ -10,6 +10,9 @@ GOLDEN = HERE / "counts.json"
 RETENTION = 0.75
 
 
-def test_every_run_counts_the_same(device, emulated):
-    """counts.json holds what count_rows returned. A wanted change of the counts replaces it."""
+def test_counts_of_calls(device, emulated):
+    """The counts of calls per step equal counts.json, an earlier result of count_rows.
+
+    An intended change replaces the file.
+    """
     assert count_rows(device.library, RETENTION, print) == json.loads(GOLDEN.read_text())

@@ -1,4 +1,4 @@
-"""The whole engine with its experts on a GPU: planner, store, hook, executor, graphs."""
+"""A model with its experts on a GPU: planner, store, hook, executor, CUDA graphs."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ POLICIES = {
     "dymoe-skip": {"policy": "dymoe", "retention": 0.5, "low_tier": "skip", "expert_ram": 500_000},
     "dynaexq": {"policy": "dynaexq", "update_steps": 2, "expert_ram": 2_200_000},
 }
-# Policies whose decisions differ from those in how experts come, not in what is computed.
+# Policies that differ from those above in the loading of experts, not in the results.
 DECODING = POLICIES | {
     "firm": {
         **{"policy": "firm", "agree": "mol", "prefetch": "on", "prefetch_kinds": 1},
@@ -34,11 +34,11 @@ def nmse(found, wanted):
 
 
 def assert_same_answer(found, wanted, limit=5e-4):
-    """Both went on with the same tokens: the logits of each step are near, and so is the best of
-    them where it is clear. Activations are rounded to 8 bits in blocks of another size.
+    """Check that the logits of each step agree, and the best token if it is clear.
 
-    On a real GPU one step in seven may be another one: a close call of a router that falls the
-    other way there is no fault. On the emulated GPU these prompts have none.
+    Both runs continue with the same tokens. Activations are rounded to 8 bits in blocks of
+    different sizes. On a real GPU one step in seven may differ, because a close choice of a router
+    may change. On the emulated GPU these prompts have no close choices.
     """
     errors = [nmse(*pair) for pair in zip(found["rows"], wanted["rows"], strict=True)]
     close_calls = 0 if found["emulated"] else max(1, len(errors) // 7)
@@ -53,10 +53,12 @@ def assert_same_answer(found, wanted, limit=5e-4):
 
 @pytest.mark.parametrize("name", DECODING)
 def test_decodes_as_on_the_host(runs, name):
-    """Same policy, same budget: the same answer and the same decisions as with experts in the
-    host's memory, through the same seam. Streams of the emulated GPU sleep at random."""
+    """Logits and decisions equal those with experts in host memory.
+
+    Both runs have the same policy and budget. Streams of the emulated GPU sleep at random.
+    """
     options = {**DECODING[name], "misses": "copy"}
-    if name == "dymoe":  # with two tiers, what was read ahead by now decides what is computed
+    if name == "dymoe":  # with two tiers, finished prefetches decide what is computed
         options["prefetch"] = "off"
     wanted = runs.on_host(6, **options)
     found = runs.on_gpu(6, **options, answer=wanted["tokens"])
@@ -64,22 +66,22 @@ def test_decodes_as_on_the_host(runs, name):
     assert not found["over_budget"]
     assert found["copied"] > 0
     if name == "dynaexq":
-        # no op asks the store: what the device counted, of the last step what is computed by now
+        # no op asks the store: the device counts, and the last step counts only what is complete
         assert found["hits"] == found["requests"] and any(found["requests"])
         assert sum(map(sum, found["computed"])) == sum(found["requests"])
     elif found["emulated"]:
         assert found["requests"] == wanted["requests"]
         assert found["computed"] == wanted["computed"]
-    else:  # a router's close call may fall the other way where sums have another order
+    else:  # a close choice of a router may change if sums have another order
         assert sum(found["requests"]) == pytest.approx(sum(wanted["requests"]), rel=0.05)
-    # when a version of an expert changes is up to copies
+    # the time of a tier change depends on copies
     assert_same_answer(found, wanted, 0.1 if name == "dynaexq" else 5e-4)
 
 
 @pytest.mark.parametrize("name", ["lru", "dymoe", "dymoe-skip"])
-def test_misses_by_choice(runs, name):
-    """Misses that the host computes, and misses by measured speeds, give the same answer."""
-    # else what is there by now is computed with
+def test_every_kind_of_misses_gives_the_same_answer(runs, name):
+    """Misses computed by the host, and misses divided by measured speeds, give the same answer."""
+    # otherwise the resident tier is computed
     options = {**POLICIES[name], "exact_tiers": name == "dymoe"}
     wanted = runs.on_host(6, **options)
     for misses in ("compute", "auto"):
@@ -101,27 +103,29 @@ def test_pinned_memory_that_kernels_cannot_reach(runs, emulated, monkeypatch):
 
 
 def test_one_tier_is_lossless(runs):
-    """What experts from a few slots give, and what upstream's own path gives on the same GPU."""
+    """One tier in a few slots gives the logits of upstream's own path on the same GPU."""
     plain = runs.on_gpu(6, policy="plain")
     found = runs.on_gpu(6, **POLICIES["lru"], misses="copy", answer=plain["tokens"])
     assert not plain["managed"] and found["managed"]
-    # a GPU splits the sums of a prompt by how many experts a launch has
+    # a GPU divides the sums of a prompt by the number of experts in a launch
     assert_same_answer(found, plain, 1e-6 if found["emulated"] else 1e-4)
 
 
-def test_steps_that_nobody_watches_are_counted(runs):
-    """No hook, and the same figures as with one."""
+def test_steps_without_the_hook_are_counted(runs):
+    """The counts of steps without the hook equal those with it."""
     wanted, found = runs.on_host(3, **ALL_THERE), runs.on_gpu(3, **ALL_THERE)
     assert found["routed"] == wanted["routed"]
-    for key in ("requests", "hits", "computed"):  # in a prompt, a close call may add an expert
+    for key in ("requests", "hits", "computed"):  # in a prompt, a close choice may add an expert
         few = 0 if found["emulated"] else 0.05
         assert np.array(found[key]) == pytest.approx(np.array(wanted[key]), rel=few)
     assert found["hits"] == found["requests"] and all(found["requests"])
 
 
-def test_prefill_alone_may_be_watched(runs):
-    """Decode steps run without the hook, and a step of one token of a prompt between them has it,
-    though its graph is the same otherwise."""
+def test_a_callback_for_prefill_only(runs):
+    """Decode steps run without the hook. A step of one prompt token between them runs with it.
+
+    Their graphs are otherwise equal.
+    """
     wanted = runs.on_gpu(5, **ALL_THERE)
     found = runs.on_gpu(5, **ALL_THERE, watch=True, answer=wanted["tokens"])
     assert not wanted["watched"]
@@ -135,11 +139,13 @@ def test_prefill_alone_may_be_watched(runs):
 
 @pytest.mark.parametrize("tier", ["q8_0", "f16"])
 def test_text_of_the_demo_model(device, tier, tmp_path):
-    """The CPU's greedy text, fed token by token: within 5e-4 of its logits wherever the routers
-    chose the same experts for the token in every layer, which is so in most steps. In the others a
-    close call fell the other way. Left to itself a GPU may write another text from there on."""
+    """The CPU's greedy text, decoded token by token: the NMSE of the logits is at most 5e-4.
+
+    This holds for steps in which the routers chose the same experts in every layer, which must be
+    most steps. In the others a close choice changed. A GPU on its own may then write another text.
+    """
     if device.emulated and tier == "f16":
-        pytest.skip("seconds a token: the other precision stands for both")
+        pytest.skip("takes seconds per token; q8_0 is tested instead")
     n, model = 4 if device.emulated else 64, DEMO
     if tier == "f16":
         model = tmp_path / "f16.gguf"
@@ -160,7 +166,7 @@ def test_text_of_the_demo_model(device, tier, tmp_path):
 
 
 def of_last_token(found):
-    """The experts that each step's last token was sent to, layer by layer."""
+    """Return, for each step, the experts of its last token in each layer."""
     steps = {}
     k = min(len(ids) for _, _, *ids in found["routes"])
     for step, _, *ids in found["routes"]:
@@ -170,13 +176,16 @@ def of_last_token(found):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kernels", [0, 4 << 20])
-def test_vram_is_a_cap(runs, monkeypatch, name, kernels):
-    """The smallest --vram that a message names works, and what was really taken of the device,
-    memory of kernels included, stays within it. One byte less is refused. kernels: what each takes
-    of the emulated device; more than was estimated is measured, and the message says so."""
+def test_vram_is_a_limit(runs, monkeypatch, name, kernels):
+    """The smallest --vram in the message works, and one byte less is refused.
+
+    The device memory in use, including kernels, stays within the limit. kernels: memory of each
+    kernel on the emulated GPU. If it exceeds the estimate, it is measured, and the message has the
+    measured value.
+    """
     emulated = runs.device.emulated
     if kernels and not emulated:
-        pytest.skip("kernels of a chosen size are at hand in the emulation only")
+        pytest.skip("only the emulated GPU has kernels of a chosen size")
     monkeypatch.setenv("MOE_EMU_MODULE", str(kernels))
     options = {**POLICIES[name], "ubatch": 8, "expert_ram": None}
     least = least_vram(runs.on_gpu(0, **options, vram=1))
@@ -185,40 +194,46 @@ def test_vram_is_a_cap(runs, monkeypatch, name, kernels):
     if kernels or (not emulated and "error" in found):
         measured = least_vram(found)
         assert measured > least
-        least = measured + (16 << 20)  # a driver gives memory in steps
+        least = measured + (16 << 20)  # a driver allocates memory in steps
         found = runs.on_gpu(2, **options, vram=least)
     assert found["cap"] == least >= found["planned"]
     assert 0 < found["llama"] + found["slots"] < found["took"][-1] <= least
 
 
 def least_vram(refused):
-    """The smallest --vram that works, of a refusal whose sentence names it."""
+    """Return the smallest --vram that a refusal names."""
     least = refused["needed"]
     assert format_size(least, up=True) in refused["error"]
     return least
 
 
-def test_what_kernels_take_is_measured(runs, emulated):
-    """Loaded kernels take less than was estimated: experts get the rest."""
+def test_memory_of_kernels_is_measured(runs, emulated):
+    """If loaded kernels take less than estimated, experts get the rest."""
     estimated = least_vram(runs.on_gpu(0, policy="lru", vram=1))
     found = runs.on_gpu(2, policy="lru", vram=estimated)
     few, all_of_them = found["slots_at_first"], found["slots"]
     assert found["used"] <= estimated and all_of_them > 2 * few
 
 
-def test_kernels_take_no_more_the_longer_a_prompt(runs):
-    """Without flash attention its weights grow with the prompt, and ggml keeps what each length
-    took: the longest is taken at once."""
+def test_memory_does_not_grow_with_the_prompt(runs):
+    """Memory for the longest prompt is allocated at once.
+
+    Attention weights without flash attention grow with the prompt, and ggml keeps memory of each
+    length.
+    """
     prompt = [5 + i % 300 for i in range(320)]
     found = runs.on_gpu(0, policy="lru", ctx=768, ubatch=64, prompt=prompt)
     assert len(found["took"]) == 6
-    # a driver gives memory in steps of 2 MiB, and loads kernels when they are first used
+    # a driver allocates in steps of 2 MiB, and loads kernels at their first use
     most = 64 * 1024 if found["emulated"] else 32 * 2**20
     assert found["took"][-1] - found["took"][0] < most
 
 
 def test_memory_that_is_not_pinned_is_reported(runs, emulated):
-    """The driver pins little or nothing: copies take the way of pageable memory, and say so."""
+    """If the driver refuses to pin memory, copies use pageable memory.
+
+    The status line reports it.
+    """
     wanted = runs.on_gpu(2, **POLICIES["lru"], misses="copy")
     found = runs.on_gpu(2, **POLICIES["lru"], misses="copy", pinned_limit=65536)
     assert "not pinned" not in wanted["mode"]

@@ -2,7 +2,7 @@
 
 
 def test_gate_up_and_fixed_tables(device):
-    """Fused where all types agree, apart where not; CUDA graphs over tables that change."""
+    """gate and up have one launch if all types agree, and the outputs are right in CUDA graphs."""
     output = device.run(
         *("fused_test", "q4_K+q2_K", "f16+q8_0"),
         types=("q4_k", "q2_k", "q8_0"),
@@ -11,8 +11,8 @@ def test_gate_up_and_fixed_tables(device):
     assert output.count("NMSE") == 2
 
 
-def test_what_outlives_what(device):
-    """Backends in sequence, graphs and the pool they point into, tables that change under load."""
+def test_lifetimes(device):
+    """lifetime_test.cpp: backends in sequence, graphs and their pool, and changing tables."""
     output = device.run(
         *("lifetime_test", "q4_K+q2_K"),
         types=("q4_k", "q2_k", "q8_0"),

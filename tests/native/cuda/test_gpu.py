@@ -1,4 +1,4 @@
-"""What only a real GPU can show."""
+"""Tests that need a real GPU."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from .conftest import HERE
 
 pytestmark = pytest.mark.gpu
 
-# All of them take over ten minutes: batches of each path, types of each kind.
+# All operator tests take over ten minutes. These have batches for each path and types of each kind.
 OPERATORS = "type_a=(f16|q8_0|q4_K|q2_K|iq4_nl|iq2_xs),type_b=f32,n_mats=(4|8),.*,n=(1|4|32|129),"
 
 
@@ -31,7 +31,7 @@ def test_no_bad_access_and_no_leak(cuda_library, compile_native):
     sources = [HERE / "managed_test.cpp", PATCHES / "native/moe-edge-workers.cpp"]
     program = compile_native("managed_test", sources, "-std=c++17", "-ldl")
     command = [tool, "--tool", "memcheck", "--leak-check", "full", "--error-exitcode", "9"]
-    command += ["--report-api-errors", "no"]  # a query of what is still running is none
+    command += ["--report-api-errors", "no"]  # a query for running work is not an error
     command += [str(program), "-", "random", "40", "q4_K+q2_K", "f16+q8_0"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout[-4000:])
@@ -40,7 +40,7 @@ def test_no_bad_access_and_no_leak(cuda_library, compile_native):
 
 
 def test_upstreams_operator_tests(cuda_library, operator_tests):
-    """The plain op on the GPU is what it was."""
+    """Upstream's operator on the GPU is unchanged."""
     command = ("test", "-o", "MUL_MAT_ID", "-b", "CUDA0", "-p", OPERATORS)
     output = run_program(operator_tests, *command, timeout_s=1800)
     print(output[-2000:])

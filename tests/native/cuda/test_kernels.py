@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-# Read when the tests are collected: while one runs, its environment is a clean one.
+# Read at collection, because the environment is cleared while a test runs.
 ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
 
-# Each set of tiers with the MMQ kernels that it needs: IQ1_M has none, floats neither.
+# Sets of tiers with the MMQ kernels that they need. IQ1_M and float types have none.
 TIERS = {
     "q4_K+q2_K": ("q4_k", "q2_k"),
     "f16+q8_0+iq1_m": ("q8_0",),
@@ -29,8 +29,10 @@ def mmq_types(sets):
 
 
 def test_upstreams_kernels(device):
-    """MMVQ and MMQ on plain tensors, against a dot product in double precision: on a GPU a
-    check of the build, on the emulated one a check of the emulation."""
+    """MMVQ and MMQ on plain tensors, compared with dot products in double precision.
+
+    On a GPU this checks the build, on the emulated GPU the emulation.
+    """
     output = device.run(
         "kernels_test", "q4_K", "q2_K", "--", 1, 2, 8, 9, 33, types=mmq_types(TIERS)
     )
@@ -39,8 +41,11 @@ def test_upstreams_kernels(device):
 
 @pytest.mark.parametrize("sets", [TIERS, MORE_TIERS], ids=("some", "more"))
 def test_experts_of_several_types(device, sets):
-    """Batches of 1 to 512, experts of each tier and skipped ones in each, fewer slots than
-    experts: within upstream's limit for the op."""
+    """The error is within upstream's limit for the op.
+
+    Batches have 1 to 512 tokens, with experts of each tier and skipped ones. There are fewer slots
+    than experts.
+    """
     if sets is MORE_TIERS and device.emulated and not ALL:
         pytest.skip("compiles all kernels for the emulated GPU: set MOE_EDGE_SLOW=1")
     output = device.run("managed_test", "types", *sets, types=mmq_types(TIERS | sets))
@@ -49,8 +54,11 @@ def test_experts_of_several_types(device, sets):
 
 @pytest.mark.parametrize("how", ["wide", "far"])
 def test_shapes_of_real_models(device, monkeypatch, how):
-    """8 of 128 experts and 2,048 columns, as Qwen3-30B has them; slots that lie more than 4 GiB of
-    addresses apart, which the emulated GPU has for nothing."""
+    """Rows are right with the shapes and distances of real models.
+
+    wide: 8 of 128 experts and 2,048 columns, as in Qwen3-30B. far: slots more than 4 GiB apart.
+    Memory that is not used costs nothing on the emulated GPU.
+    """
     monkeypatch.setenv("MOE_EMU_VRAM", str(16 << 30))
     sets = ("q4_K+q2_K", "f16+q8_0")
     output = device.run("managed_test", how, *sets, types=mmq_types(TIERS))
@@ -60,8 +68,11 @@ def test_shapes_of_real_models(device, monkeypatch, how):
 
 
 def test_random_swaps(device):
-    """Every freed slot is filled with NaNs before it is loaded again; streams sleep at random;
-    pageable memory and experts that are read from pinned memory too. No wrong row."""
+    """Random swaps of experts give no wrong row.
+
+    Every freed slot is filled with NaN before it is loaded again, and streams sleep at random. Some
+    experts are read from pageable and from pinned memory.
+    """
     steps = 600 if device.emulated and not ALL else 10_000
     output = device.run(
         "managed_test", "random", steps, *TIERS, types=mmq_types(TIERS), delay_us=200
@@ -70,9 +81,11 @@ def test_random_swaps(device):
 
 
 @pytest.mark.parametrize("order", ["load", "reuse"])
-def test_a_missing_wait_is_noticed(emulated, order):
-    """What the tests above rely on: without the wait for a copy, or for a slot's last reader,
-    rows are wrong. A GPU may be fast enough to be right by chance."""
+def test_a_missing_wait_gives_wrong_rows(emulated, order):
+    """Without the wait for a copy or for a slot's last reader, rows are wrong.
+
+    The tests above rely on this. A real GPU may be fast enough to be right by chance.
+    """
     with pytest.raises(AssertionError, match="row "):
         emulated.run(
             *("managed_test", "random", 400, "q4_K+q2_K", "--break", order),

@@ -1,4 +1,4 @@
-"""Cards that are too small, full, or lost in the middle: one sentence, and nothing wrong."""
+"""GPUs that are too small, full, or lost during a run: one message, and no wrong result."""
 
 import pytest
 
@@ -17,9 +17,11 @@ def runs(emulated, both):
     return Runs(emulated, both)
 
 
-def last_words(run, at_end):
-    """What a run says that ends early, as an error of the engine or as at_end, the program's only
-    line."""
+def last_message(run, at_end):
+    """Return the message of a run that ended early: one line.
+
+    It is the error, or at_end if the process failed.
+    """
     if "failed" in run:
         assert run["failed"] == at_end
     said = run.get("failed") or run["error"]
@@ -29,26 +31,29 @@ def last_words(run, at_end):
 
 @pytest.mark.parametrize("kernel", [1, 40, 400])
 @pytest.mark.parametrize("name", ["lru", "dynaexq"])
-def test_a_card_that_is_lost(runs, monkeypatch, name, kernel):
-    """From some kernel on every call of CUDA fails, in upstream's code or in ours."""
+def test_a_lost_gpu(runs, monkeypatch, name, kernel):
+    """From a given kernel on, every CUDA call fails, in upstream's code or in ours."""
     monkeypatch.setenv("MOE_EMU_FAIL", str(kernel))
-    said = last_words(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
-    # or our own copies met it first, or what times them: the engine raised, and freed all
+    said = last_message(runs.on_gpu(6, **POLICIES[name], misses="copy"), LOST)
+    # if our own copies or time measurements failed first, an error was raised and all memory freed
     assert ("does not answer" if kernel == 1 else "start the program again") in said
 
 
 @pytest.mark.parametrize("allocation", [1, 4, 8, 12])
-def test_a_card_that_another_program_fills(runs, monkeypatch, allocation):
-    """From some allocation on there is no memory, though it was there when the plan was made."""
+def test_a_gpu_that_another_program_fills(runs, monkeypatch, allocation):
+    """From a given allocation on there is no memory, although there was when the plan was made."""
     monkeypatch.setenv("MOE_EMU_FULL", str(allocation))
-    said = last_words(runs.on_gpu(6, **POLICIES["lru"], misses="copy"), FULL)
+    said = last_message(runs.on_gpu(6, **POLICIES["lru"], misses="copy"), FULL)
     assert "memory" in said or "full" in said
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3, 4])
-def test_a_piece_that_is_not_pinned(runs, refused):
-    """The driver refuses one piece of host memory, whichever: what the link is timed with, the
-    cache of experts, rows for the host's threads, tables. The answer is the host's."""
+def test_a_refused_pin(runs, refused):
+    """If the driver refuses to pin one piece of host memory, the answer equals the host's.
+
+    The piece is the buffer that measures the link, the host cache, the rows for the host's threads,
+    or the tables.
+    """
     wanted = runs.on_host(3, **POLICIES["lru"])
     options = {**POLICIES["lru"], "answer": wanted["tokens"], "misses": "compute"}
     found = runs.on_gpu(3, **options, refuse_pin=refused)
@@ -57,8 +62,8 @@ def test_a_piece_that_is_not_pinned(runs, refused):
     assert ("host memory not pinned" in found["mode"]) == (refused == 2)
 
 
-def test_a_card_that_is_too_small(runs, monkeypatch):
-    """--vram asks for more than the card has, which is too little for anything."""
+def test_a_gpu_that_is_too_small(runs, monkeypatch):
+    """--vram exceeds the GPU's memory, which is too small for any plan."""
     monkeypatch.setenv("MOE_EMU_VRAM", str(8 << 20))
-    said = last_words(runs.on_gpu(0, policy="lru", vram=1 << 34), "")
+    said = last_message(runs.on_gpu(0, policy="lru", vram=1 << 34), "")
     assert said.startswith("free memory of cuda0, 8 MiB, is too little: the smallest --vram")

@@ -1,4 +1,4 @@
-"""Experts that are not hot stay on the host of a GPU, whose threads compute them."""
+"""Cold experts stay in the host memory of a GPU, where the host's threads compute them."""
 
 import pytest
 
@@ -7,10 +7,11 @@ from .test_engine import assert_same_answer
 
 
 @pytest.mark.parametrize(("n_hot", "n_prompt"), [(1, 12), (3, 12), (1, 80)])
-def test_not_one_byte_of_a_cold_expert_is_copied(device, three, n_hot, n_prompt):
-    """Every byte that the GPU gets of experts behind the start is of one that the placement made
-    hot, and each of these once; the host computes all others, in the prompt too, where many rows
-    of one expert are a product of matrices."""
+def test_cold_experts_are_not_copied_to_the_gpu(device, three, n_hot, n_prompt):
+    """After the start, only experts that the placement made hot are copied to the GPU, each once.
+
+    The host computes all others, also in prompts, where rows of one expert form a matrix product.
+    """
     options = {"policy": "context", "hot_experts": n_hot, "near_place": "host"}
     options |= {"placement": "wait", "ubatch": max(16, n_prompt)}
     options["prompt"] = list(range(5, 5 + n_prompt))

@@ -1,4 +1,4 @@
-"""What the emulated GPU does not let pass: each is done on purpose."""
+"""Errors that the emulated GPU must detect. Each is made on purpose."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from .conftest import HERE
 from .emulation.build import ALIGNED, find_compiler
 
-# What is said of each act before the process ends; "": the act looks itself for what fails later.
+# Message of each error before the process ends. "": the program itself checks the later effect.
 SAID = {
     "host-reads-device": "the host touched",
     "kernel-gets-pageable": "neither the device's memory nor pinned",
@@ -20,7 +20,7 @@ SAID = {
     "write-past-the-end": "something wrote past an allocation",
     "kernel-in-other-stream": "into a stream of another device",
     "event-in-other-stream": "an event is recorded in a stream of another device",
-    "new-thread-asks": "another current device asks for an event",
+    "new-thread-asks": "another current device queries an event",
     "late-pageable-copy": "",
     "not-ready-stays": "",
     "sticky-error": "",
@@ -28,12 +28,12 @@ SAID = {
     "blocks-one-at-a-time": "",
     "atomic-in-two": "",
     "shared-memory-unset": "",
-    "too-much-shared-memory": "more shared memory under names than a GPU has",
-    "captured-stream-waited-for": "a stream is waited for while it is captured",
-    "captured-stream-asked": "a stream is asked whether it has ended while it is captured",
-    "captured-device-waited-for": "the device is waited for while a stream of it is captured",
-    "captured-event-asked": "an event of a capture is asked for",
-    "captured-event-waited-for": "an event of a capture is waited for",
+    "too-much-shared-memory": "more static shared memory than a GPU has",
+    "captured-stream-waited-for": "a captured stream is synchronized",
+    "captured-stream-asked": "a captured stream is queried",
+    "captured-device-waited-for": "the device is synchronized while one of its streams is captured",
+    "captured-event-asked": "an event of a capture is queried",
+    "captured-event-waited-for": "an event of a capture is synchronized",
     "capture-waits-for-outside": "a wait crosses the border of a capture",
     "captured-pageable-copy": "a copy from or to pageable memory is captured",
     "captured-copy-back": "a copy from or to pageable memory is captured",
@@ -44,7 +44,7 @@ SAID = {
     "default-stream-while-captured": "work goes to the default stream",
     "default-stream-captured": "the default stream is captured",
     "captured-twice": "a stream that is captured already",
-    "capture-that-nobody-began": "a capture ends that nobody began",
+    "capture-that-nobody-began": "a capture ends that was not begun",
     "captured-stream-destroyed": "a stream is destroyed while it is captured",
     "blocks-share-nothing": "",
     "relaxed-capture-allows": "",
@@ -68,13 +68,13 @@ def has_protection_keys():
     return " ospke" in Path("/proc/cpuinfo").read_text()
 
 
-def test_every_act_is_here(program):
+def test_every_error_is_listed(program):
     done = subprocess.run([program, "list"], check=True, capture_output=True, text=True)
     assert sorted(done.stdout.split()) == sorted(SAID)
 
 
 @pytest.mark.parametrize("act", SAID)
-def test_it_does_not_pass(program, act):
+def test_the_error_is_detected(program, act):
     if act == "host-reads-device" and not has_protection_keys():
         pytest.skip("this processor has no protection keys")
     environment = os.environ | {"MOE_EMU_DEVICES": "2"}

@@ -1,4 +1,4 @@
-"""Random-weight models in F16, and a text for them."""
+"""Random-weight models in F16, and a text for calibration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is captured is what the model's experts multiply."""
+"""Captured activations are the inputs of the model's expert matrices."""
 
 import shutil
 import tempfile
@@ -43,16 +43,17 @@ def test_inputs_and_ids_fit_each_other(capture, model, text, ggml):
                 gate, up = (stored(facts, seen.layer, k, expert, ggml) for k in (GATE, UP))
                 expected = silu(x @ gate.T) * (x @ up.T)
                 assert np.abs(hidden - expected).max() < 0.01 * np.abs(expected).max()
-                # The router's input is the experts' here: its softmax over the chosen ones.
+                # In this model, the router's input is the experts' input. The chosen experts have
+                # the highest logits.
                 logits = x @ router.T
                 chosen = np.take_along_axis(logits, seen.ids[token], axis=1)
-                # Experts whose logits are equal but for rounding may be either one's choice.
+                # Experts with nearly equal logits may be ordered differently.
                 highest = -np.sort(-logits, axis=1)[:, : seen.ids.shape[1]]
                 assert np.allclose(-np.sort(-chosen, axis=1), highest, atol=1e-3)
             assert seen.counts().sum() == seen.ids.size
 
 
-def test_several_passes_see_what_one_sees(capture, text, monkeypatch):
+def test_several_passes_give_the_inputs_of_one(capture, text, monkeypatch):
     windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
     shares: list[float] = []
     once = [
@@ -71,7 +72,7 @@ def test_several_passes_see_what_one_sees(capture, text, monkeypatch):
     assert len(shares) == 3 * len(windows)
 
 
-def test_fused_matrices_behind_a_dense_layer(ggml, text, tmp_path):
+def test_fused_matrices_after_a_dense_layer(ggml, text, tmp_path):
     path = synthetic.write(tmp_path / "m.gguf", "tiny-deepseek2-fused", tiers=("f16",), seed=2)
     with Capture(path, threads=1) as capture, ExpertModel.open(path) as facts:
         windows = read_calibration(capture.tokenize, text, limit=300, window=128).windows
@@ -84,7 +85,7 @@ def test_fused_matrices_behind_a_dense_layer(ggml, text, tmp_path):
         assert np.abs(hidden - silu(gate) * up).max() < 0.01 * np.abs(hidden).max()
 
 
-def test_what_the_sink_raises_comes_out(capture, text):
+def test_an_exception_of_the_sink_is_raised(capture, text):
     windows = read_calibration(capture.tokenize, text, window=128).windows
 
     def refuse(*_):
@@ -92,7 +93,7 @@ def test_what_the_sink_raises_comes_out(capture, text):
 
     with pytest.raises(KeyError, match="stop"):
         capture.read(windows, [0], refuse)
-    # The next run is a new one.
+    # The next call starts from the beginning.
     seen: list[int] = []
     capture.read(windows[:1], [1], lambda layer, *_: seen.append(layer))
     assert seen == [1]
@@ -120,7 +121,7 @@ def test_a_damaged_model_is_refused(tmp_path):
         Capture(path)
 
 
-def test_the_spill_is_on_a_disk_or_where_the_user_says(tmp_path, monkeypatch):
+def test_spilled_activations_go_to_a_disk_or_to_tmpdir(tmp_path, monkeypatch):
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(spill, "_ON_DISK", tmp_path)
     assert spill.spill_folder() == tmp_path

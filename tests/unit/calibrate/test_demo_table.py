@@ -1,12 +1,12 @@
-"""The demo model's loss table, which lies beside it."""
+"""The demo model's loss table, a file next to the model."""
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.options import demo_model
 from orchestrator.cost.losses import default_path, load
 
 
-def test_the_demo_knows_what_its_precisions_lose():
-    """It is of this very file, and KL is fitted for all of its tiers."""
+def test_the_demos_loss_table_matches_its_file():
+    """The table belongs to this file, and its KL factors are fitted for all tiers."""
     with ExpertModel.open(demo_model()) as model:
         table = load(default_path(model.path), model)
         estimate = table.estimate([tier.name for tier in model.tiers])

@@ -1,4 +1,4 @@
-"""Five precisions in one file, down to one bit, from packing to an answer."""
+"""Files with up to five precisions, down to one bit: pack, export, and compute."""
 
 import time
 from dataclasses import replace
@@ -14,8 +14,8 @@ from orchestrator.config import Config
 from orchestrator.events import Phase
 from orchestrator.runtime.runtime import Runtime
 
-# By method: tiers, the bits of the last one, and experts of the model. Of one bit q1_0 keeps a sign
-# a weight, which GPTQ makes usable; iq1_s is a codebook, and needs an importance matrix.
+# By method: (tiers, bits of the last tier, experts of the model). q1_0 stores a sign for each
+# weight, which GPTQ makes usable. iq1_s is a codebook that needs an importance matrix.
 TIERS = {
     "rtn": (("q8_0", "q4_k", "q3_k", "q2_k", "q1_0"), 1.125, 5),
     "gptq": (("q8_0", "q1_0"), 1.125, 2),
@@ -26,7 +26,7 @@ TEXT = "The fox sat by the river and looked at the stars. It was late, and nobod
 
 @pytest.fixture(scope="module", params=TIERS)
 def packed(request, library, tmp_path_factory):
-    """A file, its tiers, and the method of the lower ones."""
+    """(packed file, its tiers, method of the lower tiers)."""
     if request.param == "gptq":
         pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     folder = tmp_path_factory.mktemp(request.param)
@@ -50,7 +50,7 @@ def decode(model, **options):
         return np.stack([e.eval([t], at, phase=Phase.DECODE)[-1] for at, t in enumerate(tokens)])
 
 
-def test_it_is_sound_and_says_its_bits(packed):
+def test_the_file_passes_verify_and_shows_its_tiers(packed):
     path, tiers, method = packed
     assert CliRunner().invoke(cli, ["verify", str(path)]).exit_code == 0
     shown = CliRunner().invoke(cli, ["inspect", str(path)]).output
@@ -72,7 +72,7 @@ def test_each_tier_is_exported_and_computes_the_same(packed, tmp_path):
         managed = decode(path, policy="lru", high_tier=tier, expert_ram=1 << 26)
         np.testing.assert_array_equal(managed, alone)
         seen.append(alone)
-    # The fewer bits, the further from the best.
+    # Fewer bits give a larger error.
     errors = [float(np.square(each - seen[0]).mean()) for each in seen]
     assert errors == sorted(errors) and errors[0] == 0 < errors[1]
 
@@ -86,7 +86,7 @@ def test_a_layer_computes_in_all_tiers_at_once(packed):
     ):
         store, tokens = e.inside.store, e.tokenize(TEXT)[:64]
         resident = store.resident()[0]
-        if 1 not in resident:  # two bits on average for four experts leave out q4_k
+        if 1 not in resident:  # with an average of two bits for four experts, no expert is in q4_k
             expert = int(np.flatnonzero(resident == tiers.index("q2_k"))[0])
             assert store.transition([(0, expert, 1)]) == 1
             while not store.landed().any():

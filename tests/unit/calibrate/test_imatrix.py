@@ -1,4 +1,4 @@
-"""Importance matrices: the numbers, the file format, and what is refused."""
+"""Importance matrices: values, file formats, and refusals."""
 
 import struct
 
@@ -23,7 +23,7 @@ from orchestrator.lab.calibrate.methods import gather, sum_squares
 
 @pytest.fixture(scope="module")
 def gathered(model, tmp_path_factory):
-    """An imatrix of the tiny model, and the text's windows."""
+    """(importance matrix of the tiny model, windows of the text)."""
     text = tmp_path_factory.mktemp("text") / "calib.txt"
     text.write_text("Once upon a time an owl lived in an oak, and it was never at home. " * 8)
     with Capture(model, threads=1) as capture, ExpertModel.open(model) as facts:
@@ -31,8 +31,8 @@ def gathered(model, tmp_path_factory):
         return gather(capture, facts, calibration), calibration.windows
 
 
-def test_sums_are_the_plain_ones(gathered, model):
-    """Against one product row at a time, in double precision."""
+def test_sums_equal_a_simple_computation(gathered, model):
+    """Sums computed token by token in double precision."""
     imatrix, windows = gathered
     n = 8
     sums = {name: np.zeros(entry.sums.shape) for name, entry in imatrix.entries.items()}
@@ -63,7 +63,7 @@ def test_inputs_of_each_slot_go_to_their_expert():
     assert sum_squares(values[:, :1], ids, 4).ravel().tolist() == [1, 9, 1 + 9, 0]
 
 
-def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
+def test_a_written_file_has_upstreams_format(gathered, tmp_path):
     gguf = pytest.importorskip("gguf", reason="needs gguf: pip install -e '.[dev]'")
     imatrix, windows = gathered
     path = tmp_path / "m.imatrix.gguf"
@@ -88,7 +88,7 @@ def test_a_file_comes_back_and_is_upstreams(gathered, tmp_path):
 
 
 def made(n=8, width=256, tokens=100, layers=3):
-    """An imatrix for the tiny model: expert e has a mean of e + 1 everywhere."""
+    """An importance matrix for the tiny model, where expert e has the mean e + 1."""
     counts = np.full(n, tokens, np.float32)
     sums = np.arange(1, n + 1, dtype=np.float32)[:, None] * np.full(width, tokens, np.float32)
     return Imatrix(
@@ -172,7 +172,7 @@ def test_the_older_format_is_read(model, tmp_path):
     assert (imatrix.datasets, imatrix.chunk_count) == (["wiki.txt"], 4)
     with ExpertModel.open(model) as facts:
         importance = ExpertImportance(imatrix, facts)
-    # Four chunks are not four tokens: nothing is said to have seen too few.
+    # Four chunks are not four tokens, so no expert is reported as having too few.
     assert importance.note() is None
     assert np.allclose(importance.of(2, GATE, 5), 6)
     path.write_bytes(legacy(dict.fromkeys(made().entries, (4, 4 * means))))

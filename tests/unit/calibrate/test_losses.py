@@ -1,7 +1,8 @@
-"""The loss table: its numbers, its file, its command."""
+"""The loss table: its values, its file, and the command that measures it."""
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +32,7 @@ from orchestrator.runtime.evaluator import log_softmax
 
 @pytest.fixture(scope="module")
 def files(ggml, tmp_path_factory):
-    """A packed file and its full-precision source: two layers, one expert that sees no token."""
+    """A packed file and its full-precision source: two layers, and one expert without tokens."""
     folder = tmp_path_factory.mktemp("model")
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
     source = folder / "source.gguf"
@@ -46,7 +47,7 @@ def run(*args):
 
 @pytest.fixture
 def table(files, text, monkeypatch):
-    """The table that the command writes, of at most 100 inputs an expert."""
+    """The table that the command writes, with at most 100 inputs for each expert."""
     packed, source = files
     monkeypatch.setattr(measuring, "MAX_ROWS", 100)
     result = run(packed, "--calib", text, "--reference", source, "--types", "q4_k,q3_k,q1_0")
@@ -56,7 +57,8 @@ def table(files, text, monkeypatch):
 
 
 def test_the_losses_are_those_of_the_formula(table, files, text, ggml):
-    """Each candidate of each expert, computed plainly in double precision."""
+    """The loss of each candidate of each expert, compared with a computation in double
+    precision."""
     packed, source = files
     assert table.candidates == [
         TablePrecision("q8_0", 8.5, True),
@@ -119,7 +121,7 @@ def test_an_expert_without_a_token_has_no_loss(table):
     assert "saw no token" in table.render()
 
 
-def test_the_best_tier_is_the_reference_where_there_is_no_other(files, text, tmp_path):
+def test_the_best_tier_is_the_default_reference(files, text, tmp_path):
     packed, out = files[0], tmp_path / "own.json"
     result = run(packed, "--calib", text, "--types", "", "--calib-tokens", 300, "--out", out)
     assert result.exit_code == 0, result.output
@@ -140,7 +142,7 @@ def test_the_best_tier_is_the_reference_where_there_is_no_other(files, text, tmp
 
     def keep(node):
         gates.append(node.source(1).array()[0, :, :, 0])
-        # what down multiplies by them says whose they are
+        # the input of this product shows which experts the gate weights belong to
         ids.append(node.source(0).source(2).array()[0, 0])
 
     with observe(packed, tables.WINDOW, 1, lambda n: n.name == "ffn_moe_weighted-1", keep) as own_:
@@ -158,9 +160,9 @@ MOVED = {
 }
 
 
-def test_factors_and_scales_explain_what_was_measured():
-    """Windows of which the first is twice as sensitive as the second, and layers of which the last
-    one counts twice: the exact solution, whatever the unit of the losses."""
+def test_factors_and_scales_fit_exact_measurements():
+    """An exact solution exists: the first window is twice as sensitive as the second, and the last
+    layer counts twice. The unit of the losses does not change scales and error."""
     unusual = np.array([0.0, 0.5])
     found = {
         name: tables.Moved(np.array(kl), np.array(lost), unusual)
@@ -170,7 +172,7 @@ def test_factors_and_scales_explain_what_was_measured():
     once = tables.fitted(["q8_0", "q3_k"], found, "text", weights)
     assert once.factors == pytest.approx([2 / 3, 4 / 3]) and once.error > 0
     assert once.tiers == ("q8_0", "q3_k", "skip")
-    # Windows lose 1.5 and 0.75 of what the factors say; the range has a margin of 0.25.
+    # The windows lose 1.5 and 0.75 times the predicted loss. The range has a margin of 0.25.
     assert once.spread == pytest.approx([0.825, 1.425])
     assert once.routing == pytest.approx([-0.25, 0.75])
     assert once.scales == pytest.approx([9 / 16, 9 / 16, 1.0])
@@ -179,14 +181,15 @@ def test_factors_and_scales_explain_what_was_measured():
     assert twice.factors == pytest.approx([2 * each for each in once.factors])
     assert twice.scales == pytest.approx(once.scales)
     assert twice.error == pytest.approx(once.error)
-    for moved in (0.0, np.array([1e-9, -1e-9])):  # rounding goes either way
+    for moved in (0.0, np.array([1e-9, -1e-9])):  # rounding may have either sign
         still = {name: each._replace(kl=moved + 0 * each.kl) for name, each in found.items()}
         with pytest.raises(ConfigError, match="the losses do not change the model's output"):
             tables.fitted(["q8_0", "q3_k"], still, "text", weights)
 
 
 def test_no_first_choice_is_skipped(files, text, tmp_path, monkeypatch):
-    """As no policy does; and others are, by single tokens: the model's logits say so."""
+    """The pass "skip" never skips a token's first choice, as in all policies. Other choices are
+    skipped for single tokens, which changes the logits."""
     skipped: list[np.ndarray] = []
     read = tables.TextReader._route
 
@@ -207,13 +210,14 @@ def measure(packed, text, out):
     method = Method(calib=text, tokens=600, threads=1)
     notes: list[str] = []
     found = measure_losses(method, packed, None, [], out, lambda *_: None, notes.append)
-    assert all("Continued the interrupted run" in note for note in notes), notes
+    assert all("Continued the interrupted run" in note for note in notes[:-1]), notes
+    assert re.match(r"Calibrating takes about \d+ s\. If it is interrupted", notes[-1])
     return found
 
 
 @pytest.mark.parametrize("after", ["table", "skip in parts", "skip"])
-def test_an_interrupted_run_goes_on(after, files, text, tmp_path, monkeypatch):
-    """With the same numbers as one that was not interrupted, and no pass is made twice."""
+def test_an_interrupted_run_continues(after, files, text, tmp_path, monkeypatch):
+    """The continued run gives the same numbers as an uninterrupted one, and repeats no pass."""
     packed, out = files[0], tmp_path / "t.json"
     whole = measure(packed, text, out)
     made: list[str] = []
@@ -239,7 +243,7 @@ def test_an_interrupted_run_goes_on(after, files, text, tmp_path, monkeypatch):
         assert not tables.Kept(model, {}).went_on
 
 
-def test_what_was_interrupted_in_its_first_pass_begins_anew(files, text, tmp_path, monkeypatch):
+def test_a_run_interrupted_in_its_first_pass_restarts(files, text, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -249,11 +253,12 @@ def test_what_was_interrupted_in_its_first_pass_begins_anew(files, text, tmp_pat
         measure(files[0], text, out)
     notes: list[str] = []
     measure_losses(method, files[0], None, [], out, lambda *_: None, notes.append)
-    assert not notes
+    assert len(notes) == 1 and "Continued" not in notes[0]
 
 
-def test_it_is_the_same_in_little_memory(files, text, tmp_path, monkeypatch):
-    """Steps of one window, of experts that are read for each: other draws, the same errors."""
+def test_little_memory_gives_the_same_losses(files, text, tmp_path, monkeypatch):
+    """Little memory means steps of one window, and experts that are read in each step. The losses
+    are the same although other random numbers are drawn."""
     packed = files[0]
     whole = measure(packed, text, tmp_path / "whole.json")
     monkeypatch.setattr("orchestrator.lab.calibrate.reader._MOST_TOKENS", tables.WINDOW)
@@ -264,7 +269,8 @@ def test_it_is_the_same_in_little_memory(files, text, tmp_path, monkeypatch):
 
 
 def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_path, monkeypatch):
-    """Those of a token of each window, compared with what the first pass kept of that token."""
+    """With little memory, a pass has the logits of one token per window. They equal those that the
+    first pass stored for that token."""
     load, sizes, scored = reader.load_within, [], []
 
     def full(stack, path, size, *args, **more):
@@ -287,8 +293,9 @@ def test_a_pass_that_finds_less_memory_has_fewer_of_the_logits(files, text, tmp_
     assert scored == [[1, 1]] * 3
 
 
-def test_by_importance(files, text, tmp_path):
-    """It weighs the errors by the inputs of this very text, so it has less of them in all."""
+def test_losses_with_method_imatrix(files, text, tmp_path):
+    """With importance from the inputs of the same text, the mean loss of q2_k is lower than with
+    rtn."""
     packed, _ = files
     found = []
     for method in ("rtn", "imatrix"):
@@ -303,7 +310,7 @@ def test_by_importance(files, text, tmp_path):
     assert [table.method for table in found] == ["rtn", "imatrix"]
 
 
-def test_an_importance_matrix_instead(files, text, tmp_path):
+def test_save_imatrix_writes_an_importance_matrix(files, text, tmp_path):
     packed, out = files[0], tmp_path / "m.gguf"
     result = run(packed, "--calib", text, "--save-imatrix", out)
     assert result.exit_code == 0, result.output
@@ -335,8 +342,8 @@ def test_an_unknown_activation_is_refused(files, text, ggml, monkeypatch):
 
 
 def test_scales_biases_and_other_activations(ggml, tmp_path):
-    """gpt-oss: a clamped SwiGLU, and biases of all three matrices; and their scales, as NVFP4 has
-    them."""
+    """The outputs are correct for clamped SwiGLU, for biases of all three matrices (as in gpt-oss),
+    and for their scales (as in NVFP4)."""
     rng = np.random.default_rng(5)
     source = synthetic.write(
         tmp_path / "m.gguf",

@@ -1,4 +1,4 @@
-"""Quantizing by importance, from a text or from a file, through `moe-edge pack`."""
+"""Quantization by importance, from a text or a file, with `moe-edge pack`."""
 
 import json
 from dataclasses import replace
@@ -18,13 +18,13 @@ from orchestrator.lab.calibrate.capture import Capture, read_calibration
 from orchestrator.lab.calibrate.measure import stored
 from orchestrator.lab.calibrate.methods import gather
 
-# What rounds to the nearest whatever matters more; and iq2_s, whose tables take ggml long to make.
+# Types whose quantization ignores importance, and iq2_s, whose tables ggml takes long to build.
 LEFT_OUT = {"f32", "f16", "bf16", "q8_0", "mxfp4", "q1_0", "iq2_s"}
 WEIGHTED = [each for each in TIER_TYPES if each.tier_name not in LEFT_OUT]
 
 
 def matrix(rows=4, width=512):
-    """Weights, and an importance that differs a hundredfold between columns."""
+    """(weights, importance that differs a hundredfold between columns)."""
     rng = np.random.default_rng(3)
     importance = rng.lognormal(0, 1.5, width).astype(np.float32)
     return rng.standard_normal((rows, width), np.float32) * 0.05, importance
@@ -42,7 +42,7 @@ def test_importance_lowers_the_weighted_error(kind, ggml):
     ours = ggml.quantize(kind, values, importance)
     assert weighted_error(ggml, kind, values, ours, importance) < plain
     assert ggml.is_valid(kind, ours)
-    # At any scale, also where upstream's sums would leave float32.
+    # At any scale, even if upstream's sums would overflow float32.
     assert np.array_equal(ggml.quantize(kind, values, importance * np.float32(2**-90)), ours)
 
 
@@ -86,7 +86,7 @@ def test_impossible_importance_is_refused(n, value, ggml):
 
 @pytest.fixture(scope="module")
 def small(ggml, tmp_path_factory):
-    """One layer of four experts, since some types take long."""
+    """One layer with four experts, because some types take long."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=1, n_expert=4)
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
@@ -124,7 +124,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
         facts_of = json.loads(CliRunner().invoke(cli, ["inspect", str(first), "--json"]).output)
         assert facts_of["quantization"] == "imatrix"
         assert facts_of["calibration"] == calibration.summary()
-        # The bytes are ggml's for this expert's importance.
+        # The bytes are those of ggml with this expert's importance.
         entry = imatrix.entries["blk.0.ffn_down_exps.weight"]
         expert = int(np.argmax(entry.counts))
         with ExpertModel.open(small) as source:
@@ -137,7 +137,7 @@ def test_pack_by_a_text_and_by_a_file_made_from_it(small, text, ggml, tmp_path):
     assert CliRunner().invoke(cli, ["verify", str(first)]).exit_code == 0
 
 
-def test_lower_tiers_are_made_anew_and_their_history_stays_true(small, text, ggml, tmp_path):
+def test_lower_tiers_are_quantized_again_and_the_metadata_says_how(small, text, ggml, tmp_path):
     plain, weighted, less = (tmp_path / f"{name}.gguf" for name in ("a", "b", "c"))
     pack(small, plain, ["q8_0", "q2_k"], ggml=ggml)
     options = ("--method", "imatrix", "--calib", text)

@@ -1,4 +1,4 @@
-"""GPTQ through `moe-edge pack`: what reaches the file, and experts that saw nothing."""
+"""GPTQ with `moe-edge pack`: the packed values, and experts without tokens."""
 
 import sys
 from dataclasses import replace
@@ -35,7 +35,7 @@ def torch():
 
 @pytest.fixture(scope="module")
 def small(ggml, tmp_path_factory):
-    """Two layers of four experts; some of them see nothing of a text."""
+    """Two layers with four experts. Some experts get no token of the text."""
     path = tmp_path_factory.mktemp("model") / "small.gguf"
     shape = replace(synthetic.preset("tiny-qwen3moe"), n_layer=2, n_expert=4)
     return synthetic.write(path, shape, tiers=("f16",), routing="zipf", zipf_s=8.0, seed=1)
@@ -54,7 +54,7 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def packed(small, words, tmp_path_factory):
-    """What the command writes, and what it says."""
+    """(packed file, output of the command)."""
     pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     out = tmp_path_factory.mktemp("packed") / "out.gguf"
     result = run(small, out, "--tiers", ",".join(TIERS), "--method", "gptq", "--calib", words)
@@ -69,7 +69,8 @@ def expert_bytes(model, layer, kind, tier, expert):
 
 
 def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
-    """Of every expert that saw tokens enough, each matrix's outputs come nearer than ggml's."""
+    """For every expert with enough tokens, the output error of each matrix is below 0.7 times
+    ggml's."""
     (out, said), plain = packed, tmp_path / "plain.gguf"
     assert "experts saw fewer tokens than their matrices have columns" in said
     pack(small, plain, TIERS, ggml=ggml)
@@ -105,9 +106,11 @@ def test_pack_by_a_text(packed, small, words, ggml, tmp_path):
     assert "quantized by gptq; calibration: calib.txt" in shown
 
 
-def test_threads_and_what_is_kept_change_nothing(packed, small, words, tmp_path, monkeypatch):
-    """Three threads, and two passes over the text. Gate and up of an expert share a factor, and
-    so do its tiers, even where no more than one is kept."""
+def test_threads_and_kept_factors_do_not_change_the_file(
+    packed, small, words, tmp_path, monkeypatch
+):
+    """The file is the same with three threads and two passes over the text. Gate and up of an
+    expert and all its tiers share a factor, even if only one factor is kept."""
     asked: list[int] = []
     factorize = gptq.factorize
 
@@ -132,7 +135,7 @@ def test_threads_and_what_is_kept_change_nothing(packed, small, words, tmp_path,
     assert out.read_bytes() == packed[0].read_bytes()
 
 
-def test_factors_beyond_a_limit_are_made_again(torch, small, words, ggml, monkeypatch):
+def test_factors_beyond_the_limit_are_computed_again(torch, small, words, ggml, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(gptq, "factorize", lambda *args: asked.append(1) or FACTOR)
     with computing(), Capture(small, threads=1) as capture:
@@ -141,7 +144,7 @@ def test_factors_beyond_a_limit_are_made_again(torch, small, words, ggml, monkey
         values = np.zeros((1, 256), np.float32)
 
         def quantize(*pairs):
-            """Pairs of a kind and an expert; returns how many factors there have been."""
+            """Quantize these pairs (kind, expert). Returns the number of factorizations so far."""
             for kind, expert in pairs:
                 quantizer.quantize(0, kind, expert, values, GGMLType.F16)
             return len(asked)
@@ -151,8 +154,9 @@ def test_factors_beyond_a_limit_are_made_again(torch, small, words, ggml, monkey
         assert quantize((DOWN, 0)) == 4
 
 
-def test_an_expert_that_saw_nothing(packed, small, words, ggml):
-    """Its gate goes by the layer's tokens; of its down nothing is known, and ggml rounds it."""
+def test_an_expert_without_tokens(packed, small, words, ggml):
+    """The gate matrix of an expert without tokens uses the Hessian of the layer's tokens. Its down
+    matrix has no inputs, so ggml rounds it."""
     with Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, words).windows
         unseen = [
@@ -169,7 +173,7 @@ def test_an_expert_that_saw_nothing(packed, small, words, ggml):
                 assert np.array_equal(found, plain) == (kind == DOWN)
 
 
-def test_a_layer_out_of_its_turn(torch, small, text, ggml):
+def test_layers_must_be_requested_in_order(torch, small, text, ggml):
     with computing(), Capture(small, threads=1) as capture:
         windows = read_calibration(capture.tokenize, text).windows
         quantizer = Gptq(ggml, capture.layers(windows), "", "cpu", 1, 1)

@@ -1,4 +1,4 @@
-"""Reading a text within a memory cap: the same numbers, with experts from the file."""
+"""Reading a text within a memory limit gives the same numbers, with experts read from the file."""
 
 import re
 
@@ -32,14 +32,15 @@ def seen_in(path, budget):
 
 
 def least(path):
-    """The smallest cap that works."""
+    """The smallest limit that works, in bytes."""
     with pytest.raises(BudgetError) as caught:
         seen_in(path, CalibrationBudget(OWN + 1, OWN))
     return caught.value.needed_bytes
 
 
-def test_what_is_seen_is_the_same(model):
-    """To the bit, in the smallest memory that works, which the error names."""
+def test_a_memory_limit_does_not_change_the_inputs(model):
+    """The captured inputs are equal bit for bit with the smallest limit that works. The error of a
+    smaller limit names it."""
     small = least(model)
     with pytest.raises(BudgetError, match="including 1 MiB for the calibration itself"):
         seen_in(model, CalibrationBudget(small - 1, OWN))
@@ -66,7 +67,7 @@ def test_a_damaged_expert_is_named(model, tmp_path):
 
 
 @pytest.mark.parametrize("more", [("calibrate",), ("calibrate", "--save-imatrix", "i.gguf")])
-def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
+def test_a_limit_that_is_too_small_is_refused(model, tmp_path, more):
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     command, *rest = more
@@ -83,7 +84,7 @@ def test_a_cap_that_is_too_small_is_said(model, tmp_path, more):
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
-def test_a_cap_is_for_a_text(model, tmp_path):
+def test_a_limit_without_a_text_is_refused(model, tmp_path):
     result = CliRunner().invoke(
         cli, ["pack", str(model), str(tmp_path / "p.gguf"), "--tiers=q4_k", "--ram=1GiB"]
     )
@@ -92,8 +93,8 @@ def test_a_cap_is_for_a_text(model, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["calibrate", "gptq"])
-def test_the_cap_that_is_named_works(model, tmp_path, command):
-    """Though with more memory several experts would be handled at once."""
+def test_the_minimum_that_a_refusal_names_works(model, tmp_path, command):
+    """The minimum works although with more memory several experts would be handled at once."""
     text = tmp_path / "t.txt"
     text.write_text(TEXT)
     if command == "gptq":
@@ -103,7 +104,7 @@ def test_the_cap_that_is_named_works(model, tmp_path, command):
         args = ["calibrate", str(model), "--types=q2_k", "--out", str(tmp_path / "c.json")]
     args += ["--calib", str(text), "--calib-tokens=512", "--threads=3"]
     named = ["1 B"]
-    # A process that has refused keeps a little memory of it, and so has to name a little more.
+    # A process that refused keeps a little memory, so the next refusal may name a little more.
     for _ in range(4):
         done = CliRunner().invoke(cli, [*args, f"--ram={named[-1]}"])
         if done.exit_code == 0:

@@ -1,6 +1,7 @@
-"""`moe-edge check`: what is good, and each way in which something is not."""
+"""`moe-edge check`: a good model passes, and each kind of problem is reported."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import gguf
@@ -16,7 +17,7 @@ from orchestrator.config import Config
 from orchestrator.errors import BudgetError
 from orchestrator.lab.check import CheckOptions, budgets, checking, child, examine, render
 from orchestrator.lab.check.checking import compare_rows, first_layer
-from orchestrator.plan.machine import Machine
+from orchestrator.plan.records import Machine
 from orchestrator.runtime.runtime import Runtime
 
 FEW = ("--tokens", "5", "--ctx", "256", "--threads", "1")
@@ -34,13 +35,13 @@ def model(tiny_model):
 
 @pytest.fixture
 def one_budget(monkeypatch):
-    """The least one alone, since each takes a process."""
+    """Only the smallest budget, because each budget runs in a process."""
     every = checking.budgets_of
     monkeypatch.setattr(checking, "budgets_of", lambda *given: every(*given)[:1])
 
 
 def look(path, tokens=5, bar=lambda label, share: None, **options):
-    """A check without reading the file's blocks."""
+    """Run the check without verifying the file's blocks."""
     more = {name: options.pop(name) for name in ("all_tiers",) if name in options}
     config = Config.build(model=path, ctx=256, threads=1, **options)
     asked = CheckOptions(tokens=tokens, verify=False, **more)
@@ -54,7 +55,7 @@ def test_a_good_model(model, tmp_path):
     report = json.loads(done.stdout)
     assert json.loads(out.read_text()) == report
     assert report["ok"] and report["managed"] and report["verified"]["ok"]
-    assert str(model.parent) not in done.stdout  # no path of the sender's
+    assert str(model.parent) not in done.stdout  # the report has no paths of this machine
     (tier,) = report["tiers"]
     assert tier["tier"] == "q4_k"
     runs = tier["runs"]
@@ -70,7 +71,7 @@ def test_a_good_model(model, tmp_path):
         assert run["slot_bytes_peak"] <= run["budget_bytes"]
         assert run["prompt_tok_s"] > 0 and run["decode_tok_s"] > 0
     assert runs[0]["hit_rate"] < runs[2]["hit_rate"]
-    # A whole micro-batch, as far as the context has room.
+    # A whole micro-batch, limited by the context.
     assert [len(run["prompt"]) for run in (tier["plain"], *runs, report["as_asked"])] == [
         *[128] * 4,
         256 - 5,
@@ -86,8 +87,9 @@ def test_a_good_model(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_another_tier_is_found(model, monkeypatch):
-    """A comparison with the wrong precision: from which token on, in which layer, by how much."""
+def test_a_wrong_precision_is_reported(model, monkeypatch):
+    """If a run uses another precision, the report names the first different token, the first
+    different layer and the size of the difference."""
 
     def wrong(src, dst, tier):
         assert tier == "q2_k"
@@ -108,7 +110,7 @@ def test_another_tier_is_found(model, monkeypatch):
 
 
 def test_a_later_layer_is_named(tiny_model, tmp_path):
-    """Of two files that differ in the experts of the last layer alone."""
+    """If two files differ only in the experts of the last layer, the report names this layer."""
     model = tiny_model("qwen3moe", "q4_k")
     damaged = tmp_path / "other.gguf"
     data = bytearray(model.read_bytes())
@@ -116,12 +118,17 @@ def test_a_later_layer_is_named(tiny_model, tmp_path):
         for each in opened.slices[2]:
             for place in each:
                 if place is not None:
-                    # the low bits of each block's 4-bit numbers
+                    # the lowest bit of each 4-bit number
                     blocks = np.frombuffer(data, np.uint8, place.expert_bytes * 8, place.offset)
                     blocks.reshape(-1, 144)[:, 16:] ^= 1
     damaged.write_bytes(data)
     assert compare_layers(model, damaged, tmp_path) == 2
     assert compare_layers(model, model, tmp_path) is None
+
+
+def as_run(config):
+    """What a check's process asks for to run these settings."""
+    return budgets.CheckJob(budgets.settings_of(config), os.devnull, None, 0).request()
 
 
 def compare_layers(one, other, folder):
@@ -146,7 +153,7 @@ def test_lower_tiers_of_one_file_and_of_two(tiny_model):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_a_promise_that_is_broken(model, monkeypatch):
+def test_memory_above_the_plan_is_reported(model, monkeypatch):
     from orchestrator.lab.check.budgets import run_job
 
     def swollen(job):
@@ -160,7 +167,7 @@ def test_a_promise_that_is_broken(model, monkeypatch):
     assert "minimum (lru): used" in said and "more than planned" in said
 
 
-def test_a_cut_file(model, tmp_path):
+def test_a_truncated_file_is_reported(model, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     done = CliRunner().invoke(cli, ["check", "-m", str(cut), *FEW])
@@ -171,8 +178,8 @@ def test_a_cut_file(model, tmp_path):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_damage_that_runs(model, tmp_path):
-    """A scale that is no number: verify names it, and so do the logits."""
+def test_damage_that_still_computes_is_reported(model, tmp_path):
+    """A NaN scale is reported by the file check and by the comparison of logits."""
     damaged = tmp_path / "nan.gguf"
     data = bytearray(model.read_bytes())
     with ExpertModel.open(model) as opened:
@@ -189,7 +196,7 @@ def test_damage_that_runs(model, tmp_path):
     assert "Traceback" not in done.output
 
 
-def test_no_experts(tmp_path):
+def test_a_model_without_experts_is_reported(tmp_path):
     path = tmp_path / "dense.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -202,7 +209,7 @@ def test_no_experts(tmp_path):
     assert len(report["problems"]) == 1 and "no expert" in report["problems"][0]
 
 
-def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
+def test_a_model_that_runs_only_on_llama_cpps_own_path_is_reported(tiny_model, monkeypatch):
     from orchestrator.native import llama
 
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
@@ -213,14 +220,14 @@ def test_a_model_that_cannot_be_managed(tiny_model, monkeypatch):
     assert report["words"]["lost"] == []
 
 
-def test_too_little_memory(model):
+def test_too_little_memory_is_reported(model):
     report = look(model, ram=1 << 20)
     assert any("--ram 1 MiB is too small" in each for each in report["problems"])
     assert all("Traceback" not in each for each in report["problems"])
 
 
 def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
-    """Each run gets the cap minus the memory of the check. A refusal names both amounts."""
+    """Each run gets the limit minus the memory of the check. A refusal names both amounts."""
     own, seen = 40 << 20, []
 
     def too_little(job):
@@ -232,10 +239,10 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
     report = look(model, ram=200 << 20)
     plain, *managed = seen
     assert "The check itself uses 40 MiB of --ram during each run." in render(report)
-    # What is no larger than the cap is not mapped.
+    # A model that fits the limit is not mapped.
     assert (plain["ram"], plain["use_mmap"]) == (None, None)
     assert managed[-1]["ram"] == (200 << 20) - own
-    # Comparisons plan no scratch for more than they read at once.
+    # Comparisons reserve scratch only for the tokens of one step.
     assert [each["ubatch"] for each in seen] == [*[128] * (len(seen) - 1), None]
     assert all(each["ram"] <= (200 << 20) - own for each in managed)
     said = report["problems"][-1]
@@ -246,15 +253,16 @@ def test_a_cap_holds_for_the_check_and_a_run_together(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("one_budget")
-def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
-    """Under the whole cap, once, before the check's own memory comes off it: under another cap
-    another plan might be taken, and kept."""
+def test_max_loss_chooses_the_same_plan_as_for_a_chat(tiny_model, monkeypatch):
+    """--max-loss chooses the plan once, with the whole limit, before the check's own memory is
+    subtracted. With another limit another plan might be chosen and stored."""
     own, ram = 40 << 20, 200 << 20
-    asked = {"ram": ram, "max_loss": 0.1, "remember": True, "conversations": True}
+    asked = {"ram": ram, "max_loss": 0.1, "remember": True}
 
     class Chooses:
-        def __init__(self, config, _model):
-            assert config == Config.build(**asked, beside=own)
+        def __init__(self, request, _model):
+            assert request.needs.conversations
+            assert request.config == Config.build(**{**asked, "ram": ram - own})
 
         def runs(self, config):
             assert config == Config.build(**asked)
@@ -264,7 +272,7 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     jobs = []
 
     def runs(job):
-        if job.beside is not None:
+        if job.other_bytes is not None:
             assert not jobs
             return child.run(job)
         jobs.append(job)
@@ -278,16 +286,17 @@ def test_what_a_loss_chooses_is_chosen_as_for_a_chat(tiny_model, monkeypatch):
     examine(Config.build(**asked), CheckOptions(tokens=5, verify=False), lambda *_: None)
     *compared, last = jobs
     assert not any(each.chosen for each in compared)
-    # llama.cpp's own path is loaded as for a chat, and says what a chat makes of words
-    assert all(each.settings["conversations"] == each.answers for each in compared)
+    # llama.cpp's own path is loaded as for chat, and tests the chat template
+    assert all(each.conversations == each.answers for each in compared)
     loaded_as_a_chat = [each.settings["policy"] for each in jobs if each.answers]
     assert loaded_as_a_chat == ["plain", "lru"]
-    told = {name: last.settings[name] for name in ("policy", "high_tier", "ram", "conversations")}
-    assert told == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own, "conversations": True}
-    assert last.chosen and not last.settings["remember"] and "max_loss" not in last.settings
+    last_settings = {name: last.settings[name] for name in ("policy", "high_tier", "ram")}
+    assert last_settings == {"policy": "lru", "high_tier": "q2_k", "ram": ram - own}
+    assert last.chosen and last.conversations
+    assert not last.settings["remember"] and "max_loss" not in last.settings
 
 
-def test_what_is_larger_than_the_cap_is_mapped(model):
+def test_a_model_above_the_limit_is_mapped(model):
     config = Config.build(model=model, ram=32 << 20, ctx=256, threads=1)
     assert budgets.plain(config, model, Machine(8 << 30)).use_mmap is True
     roomy = config.with_changes(ram=1 << 30)
@@ -333,8 +342,8 @@ def test_bits_are_compared(tmp_path):
     ("q8_0", {"ram": 0.5}, "all of --ram"),
 )
 def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_model, tmp_path):
-    """The least works to the byte, and only a run that holds every expert is called everything.
-    ram: of what every expert takes, beyond the least."""
+    """The smallest budget works exactly, and only a run that holds every expert is called
+    "everything". ram: fraction of all experts' bytes, added to the smallest budget."""
     packed = tmp_path / "packed.gguf"
     pack(tiny_model("olmoe", "f16"), packed, tiers.split(","))
     with ExpertModel.open(packed) as model:
@@ -346,7 +355,8 @@ def test_budgets_are_those_that_the_runs_plan(tiers, settings, largest, tiny_mod
     found = budgets.budgets_of(config, packed, tier)
     assert [name for name, _ in found] == ["minimum", "half way", largest]
     for name, run in found:
-        with Runtime.open(run) as runtime, runtime.evaluator() as e:
+        with Runtime.open(as_run(run)) as runtime, runtime.evaluator() as e:
             assert (e.plan.absent_bytes == 0) == (name == "everything")
-    with pytest.raises(BudgetError), Runtime.open(least.with_changes(ram=least.ram - 1)):
+    less = least.with_changes(ram=least.ram - 1)
+    with pytest.raises(BudgetError), Runtime.open(as_run(less)):
         pass

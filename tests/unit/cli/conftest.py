@@ -4,7 +4,7 @@ from pseudo_terminal import PROMPT, Terminal
 
 @pytest.fixture
 def start(tmp_path):
-    """Opens a Terminal at its first prompt."""
+    """Function that starts a Terminal and waits for its first prompt."""
     opened = []
 
     def open_terminal(*args, **environment):

@@ -1,7 +1,7 @@
 """The command line with a runtime that answers from a script instead of a model.
 
-Run as a program it is `moe-edge`, for the tests that need a process or a terminal. What it
-answers depends on the prompt; the rest of it keeps the promises of orchestrator.runtime.runtime.
+Run as a program, this file is `moe-edge`, for tests that need a process or a terminal. The answer
+depends on the prompt. Otherwise it behaves like orchestrator.runtime.runtime.
 """
 
 import json
@@ -39,14 +39,14 @@ STATS = GenerationStats(
     finish="end",
     policy={"prefetch": "on", "recall": [None, 0.5, 0.75], "precision": [None, 0.5, 0.75]},
 )
-# Fields of a request that an answer names.
+# Fields of a request that the prompt "asked" returns.
 SHOWN = ("chat_template_kwargs", "response_format", "grammar", "repeat_penalty")
-# An answer longer than a line, in pieces that are no words.
+# An answer longer than a line. The pieces do not end at words.
 WORDS = ["some le", "ngthy w", "ords of an ans", "wer "] * 12
 
 
 def mark(event):
-    """Tells a test that waits for it, through a file, what has begun."""
+    """Append an event to the file FAKE_RUNTIME_LOG, for which a test waits."""
     path = os.environ.get("FAKE_RUNTIME_LOG")
     if path:
         with open(path, "a") as file:
@@ -129,7 +129,8 @@ class FakeAnswer:
             yield self._reading(0)
             while not self._cancelled:
                 time.sleep(0.05)
-                self._read = min(700, self._read + 20)  # layers; no other event comes
+                # layers of the micro-batch; no other event arrives
+                self._read = min(700, self._read + 20)
             yield "read"
         elif prompt == "slow":
             for done in range(0, 1001, 100):
@@ -141,10 +142,11 @@ class FakeAnswer:
 
 
 class FakeRuntime:
-    """Answers "hello", "loud", "think", "long", "fail", "silence", "slow" and echoes all else. What
-    is called endless goes on until it is stopped: a model, an answer, the reading of a prompt.
+    """Answers "hello", "loud", "think", "long", "fail", "silence", "slow" and others from a script,
+    and echoes all other prompts.
 
-    asked: the requests; seen: their messages.
+    An endless model, answer or prompt continues until it is cancelled. asked: the requests. seen:
+    their messages.
     """
 
     note = None
@@ -196,7 +198,7 @@ class FakeRuntime:
         return FakeAnswer(self, self.seen[-1], self.about.n_ctx if most < 0 else most)
 
     def query(self, route, body):
-        """Two tokens a message, and one a word of it."""
+        """Count two tokens for each message and one for each word."""
         assert route == "/v1/chat/completions/input_tokens"
         n = sum(2 + len(each["content"].split()) for each in json.loads(body)["messages"])
         answer = 200, json.dumps({"input_tokens": n}).encode()
@@ -225,7 +227,7 @@ class FakeRuntime:
 
 
 def module():
-    """What stands in for orchestrator.runtime.runtime."""
+    """A module that replaces orchestrator.runtime.runtime."""
     made = types.ModuleType("orchestrator.runtime.runtime")
     made.Runtime = FakeRuntime
     return made

@@ -18,10 +18,11 @@ UP = "\x1b[A"
 CTRL_C = "\x03"
 CTRL_D = "\x04"
 PROMPT = re.compile(r"> \Z")
-# The end of bracketed paste comes with a return to the first column, where the cursor is already.
+# The end of bracketed paste also returns to the first column, where the cursor already is.
 ESCAPES = re.compile(r"\x1b\[\?2004l\r|\x1b\[[0-9;?]*[A-Za-z]")
-TIMEOUT_S = 600.0  # only what hangs takes so long
-# What a process sleeps in that waits for keys; the last one where Ctrl-C took them away meanwhile.
+TIMEOUT_S = 600.0  # only a deadlock takes this long
+# Kernel functions in which a process waits for keys. The last one occurs if Ctrl-C discarded the
+# keys.
 WAITS = ("poll", "select", "wait_woken")
 
 
@@ -45,7 +46,7 @@ class Terminal:
             stderr=stderr or slave,
             env=env,
             start_new_session=True,
-            # Ctrl-C only signals a process whose controlling terminal this is.
+            # Ctrl-C signals only processes with this controlling terminal.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(slave)
@@ -65,7 +66,8 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def wait(self, pattern, timeout_s=TIMEOUT_S):
-        """Read until `pattern` matches what came since the last wait; that text, plain."""
+        """Read until `pattern` matches the text since the last wait. Returns that text without
+        escapes."""
         deadline = time.monotonic() + timeout_s
         while True:
             new = ESCAPES.sub("", self.raw[self._seen :]).replace("\r\n", "\n")
@@ -78,41 +80,42 @@ class Terminal:
             assert came, f"it ended before {pattern!r}: {new!r}"
 
     def _read(self, wait_s):
-        """Reads what the process has written; how many bytes, 0 at its end, None for none yet."""
+        """Read output of the process. Returns the number of bytes, 0 at its end, or None if none
+        arrived within wait_s."""
         ready, _, _ = select.select([self._master], [], [], wait_s)
         if not ready:
             return None
         try:
             data = os.read(self._master, 65536)
-        except OSError:  # the other end is closed
+        except OSError:  # the process has closed the terminal
             data = b""
         self.raw += self._decoder.decode(data)
         return len(data)
 
     def until_it_reads(self, timeout_s=TIMEOUT_S):
-        """Waits until the process waits for keys. CPython forgets Ctrl-C until the next key where
-        it comes a moment before."""
+        """Wait until the process waits for keys. CPython delays a Ctrl-C that arrives just before
+        that until the next key."""
         process, deadline = Path(f"/proc/{self._process.pid}"), time.monotonic() + timeout_s
         looks = 0
         while looks < 3:
-            came = self._read(0.05)  # else it might wait for room to write
+            came = self._read(0.05)  # otherwise the process might wait for buffer space
             if came:
                 looks = 0
                 continue
             assert came is None, f"it ended with {self._process.wait()}: {self.raw[-2000:]!r}"
             is_asleep = (process / "stat").read_text().rpartition(") ")[2].startswith("S")
-            where = (process / "wchan").read_text()  # nothing or 0 where the kernel keeps it
+            where = (process / "wchan").read_text()  # empty or 0 if the kernel hides it
             in_select = where in ("", "0") or any(each in where for each in WAITS)
             looks = looks + 1 if is_asleep and in_select else 0
             assert time.monotonic() < deadline, f"it never waits for keys: {where}"
 
     def ask(self, line):
-        """Type a line, and wait for the next prompt."""
+        """Type a line and wait for the next prompt."""
         self.send(line + "\n")
         return self.wait(PROMPT)
 
     def signal(self, number):
-        """Send a signal to the process alone."""
+        """Send a signal to this process only."""
         self._process.send_signal(number)
 
     def finish(self):

@@ -1,8 +1,9 @@
-"""A policy is one file, and a line in the registry: all that a user sees of it follows.
+"""A policy is one file and one line in the registry. Options, help, checks, traces and replay
+follow from its declaration.
 
-The policy of this test stands in one new file, with one setting of its own. It works with three
-precisions where its neighbours work with one or two, is asked in prefill only, is told which tier
-each expert is in, and moves one of them through all tiers.
+The policy of this test has one setting. It differs from the existing ones: it needs three
+precisions, decides in prefill only, receives the tier of each expert, and moves one expert through
+all tiers.
 """
 
 import json
@@ -14,19 +15,19 @@ from tables import cases
 from orchestrator.lab.replay import read_trace
 
 POLICY = '''
-"""Every expert in the tier that its index says."""
+"""The tier of an expert follows from its index."""
 
 from dataclasses import dataclass
 
 from orchestrator.allocation.slots import SlotGroup, SlotPlan
 from orchestrator.events import Phase
-from orchestrator.policy.base import About, Placement, Policy, Precisions, Wants
+from orchestrator.policy.base import About, Placement, Policy, Precisions, PolicyRequirements
 from orchestrator.settings import Settings, setting
 
 
 @dataclass(frozen=True)
 class StripesSettings(Settings):
-    stripe: int = setting(2, "How many experts beside each other share a tier.", within=(1, 9),
+    stripe: int = setting(2, "Number of neighbouring experts that share a tier.", within=(1, 9),
                           live=True)
 
 
@@ -45,9 +46,9 @@ class Stripes(Policy):
         name="stripes",
         summary="experts by their index",
         Settings=StripesSettings,
-        reason="goes by the index",
+        reason="uses the index only",
         precisions=Precisions(least=3, most=3),
-        wants=Wants((Phase.PREFILL,), default_tier=2, counts=True, states=True),
+        wants=PolicyRequirements((Phase.PREFILL,), default_tier=2, counts=True, states=True),
     )
     seen = None
 
@@ -69,7 +70,7 @@ class Stripes(Policy):
             out.tier[expert] = expert // self.settings.stripe % len(self.shape.tiers)
 
     def on_step(self, report):
-        """Counts what it is told; wide stripes bring the first expert from tier to tier."""
+        """Count reports. With wide stripes, the first expert moves through all tiers."""
         seen = self.seen or dict(starts=[], prompts=0, decoded=0, first=[])
         self.seen = seen
         seen["starts"] += report.starts
@@ -84,7 +85,7 @@ class Stripes(Policy):
     def report(self):
         return self.seen or {}
 '''
-# The one line of the registry, as a start-up file adds it for a process of its own.
+# The line of the registry, added by the start-up code of a separate process.
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -112,10 +113,10 @@ def moe_edge(folder, *args):
     return python("-c", PROGRAM, folder, *args)
 
 
-def test_its_option_and_its_help(folder):
+def test_options_and_help_of_a_new_policy(folder):
     said = " ".join(moe_edge(folder, "chat", "--help-all").stdout.split())
     assert "lru, dymoe, dynaexq, firm, context, floor, mixed, stripes, plain" in said
-    assert "Policy stripes: --stripe N How many experts beside each other share a tier." in said
+    assert "Policy stripes: --stripe N Number of neighbouring experts that share a tier." in said
     assert "[default: 2]" in said
     said = " ".join(moe_edge(folder, "replay", "--help-all").stdout.split())
     assert "--stripe N" in said and "stripes" in said
@@ -125,16 +126,16 @@ def test_its_option_and_its_help(folder):
     "options, said",
     ("--policy stripes --stripe 10", "'--stripe': must be 1 to 9, not 10"),
     ("--policy lru --stripe 3", "--stripe has no effect with --policy lru, which runs one"),
-    ("--policy stripes --retention 0.5", "--policy stripes, which goes by the index"),
+    ("--policy stripes --retention 0.5", "--policy stripes, which uses the index only"),
     ("--policy stripes --high-tier q4_k", "stripes works with 3 precisions: give --low FILE"),
     ("--stripe 3", "--stripe is for --policy stripes: leave it out"),
 )
-def test_its_checks(folder, model, options, said):
+def test_checks_of_a_new_policy(folder, model, options, said):
     done = moe_edge(folder, "chat", "-m", model, "-p", "hello", *options.split())
     assert done.returncode in (1, 2) and done.stdout == "" and said in done.stderr
 
 
-def test_its_mode_line_and_its_mix(folder, model):
+def test_status_line_and_tier_fractions_of_a_new_policy(folder, model):
     done = moe_edge(
         *(folder, "chat", "-m", model, "-p", "hello there", "--json", "--seed", 5),
         *("--policy", "stripes", "--stripe", 3, "--max-tokens", 100, "--expert-ram", "64MiB"),
@@ -145,14 +146,15 @@ def test_its_mode_line_and_its_mix(folder, model):
     assert set(stats["mix"]) == {"q8_0", "q4_k", "q2_k"}
     assert all(share > 0 for share in stats["mix"].values())
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
-    # one sequence began and its prompt ended; decoding was counted without being asked about
-    told = stats["policy"]
-    assert told["starts"] == [0] and told["prompts"] == 1
-    assert told["decoded"] > 0 and stats["callback_us_p50"] > 0
-    assert set(told["first"]) == {0, 1, 2}  # by transitions between any two tiers
+    # One sequence started and its prompt ended. Decode steps are counted although the policy does
+    # not decide in them.
+    reported = stats["policy"]
+    assert reported["starts"] == [0] and reported["prompts"] == 1
+    assert reported["decoded"] > 0 and stats["callback_us_p50"] > 0
+    assert set(reported["first"]) == {0, 1, 2}  # by transitions between any two tiers
 
 
-def test_its_trace_and_its_replay(folder, model, tmp_path):
+def test_trace_and_replay_of_a_new_policy(folder, model, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "t.npz"
     text.write_text("a text of some words, " * 20)
     done = moe_edge(
@@ -162,7 +164,7 @@ def test_its_trace_and_its_replay(folder, model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     with pytest.raises(Exception, match="unknown policy 'stripes'"):
-        read_trace(out)  # here the registry has no such line
+        read_trace(out)  # this process's registry does not have the policy
     for options, pattern, same in (((), "of 1", True), (("--stripe", "2"), "of 2", False)):
         done = moe_edge(folder, "replay", out, "--json", *options)
         assert done.returncode == 0, done.stderr

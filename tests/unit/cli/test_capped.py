@@ -1,4 +1,5 @@
-"""Commands in a memory cgroup of their --ram. tests/helpers/capped.py has the table of all."""
+"""Commands in a memory cgroup of the size of their --ram. tests/helpers/capped.py measures all
+commands."""
 
 import json
 
@@ -24,15 +25,15 @@ def known(library, tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["chat", "chat, --max-loss", "eval --kl", "calibrate", "doctor"])
-def test_a_command_stays_within_its_cap(known, name):
+def test_a_command_stays_within_its_memory_limit(known, name):
     found = known[name].run(RAM, "--threads=1")
     assert found.status == 0, found.err
     assert 0 < found.peak_bytes <= RAM
 
 
-def test_a_chat_keeps_to_the_least_that_it_names(known):
-    """All of it is planned there, the pages of libraries among it: nothing spare hides a plan that
-    is too low. The prompt takes the scratch of a whole micro-batch."""
+def test_a_chat_stays_within_the_smallest_ram_that_it_names(known):
+    """With the smallest --ram, all memory is planned, including pages of libraries, so a plan that
+    is too small would fail. The prompt needs the scratch of a whole micro-batch."""
     line = capped.Line([*known["chat, dynaexq"].args, "--json", "--threads=1"])
     found, ram = line.run_least()
     assert found.status == 0, found.err
@@ -52,16 +53,16 @@ finally:
 
 @pytest.mark.parametrize("policy", ["lru", "dymoe", "dynaexq", "context", "mixed"])
 def test_a_chat_loads_no_masked_arrays(tiny_model, policy):
-    """Beside a model they take 2 MiB, and 9 where Python has to compile them."""
+    """No policy imports numpy.ma, which takes 2 MiB, and 9 MiB if Python has to compile it."""
     model = tiny_model("qwen3moe", "q8_0", "q2_k")
     asked = ("chat", "-m", model, f"--policy={policy}", "--expert-ram=3MiB", "-p", "hello")
     done = python("-c", _IMPORTS, *asked, "--ctx=256", "--max-tokens=4", "--threads=1")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch):
-    """With clients at once, and the pages of libraries. Twice of what it is counted with beside a
-    chat would be too much: this model leaves a sixth of all to spare, the demo 7 %."""
+def test_a_server_stays_within_the_smallest_ram_that_it_names(known, tmp_path, monkeypatch):
+    """The peak with three clients at once, including pages of libraries, is at most --ram. This
+    model leaves a sixth of --ram unused, the demo model 7 %."""
     pytest.importorskip("uvicorn", reason="uvicorn is missing: run `make build`")
     library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -70,12 +71,12 @@ def test_a_server_keeps_to_the_least_that_it_names(known, tmp_path, monkeypatch)
     line = capped.Line([*serve.args, "--threads=1"], port=serve.port, clients=3)
     found, ram = line.run_least()
     assert found.status == 0, found.err
-    # The rest is for what these clients do not ask: a filled context and long prompts, long bodies,
-    # probabilities, answers unread.
+    # The rest is for requests that these clients do not send: a full context, long prompts and
+    # bodies, probabilities, unread answers.
     assert 0.55 * ram < found.peak_bytes + found.library_bytes <= ram
 
 
-def test_who_takes_more_is_ended(known):
-    """The cap is there: without --ram the same would take what it likes."""
+def test_a_process_above_the_limit_is_killed(known):
+    """Without --ram the same command exceeds the cgroup's limit and is killed."""
     found = capped.run(known["eval"].args, 24 << 20)
     assert found.status == -9

@@ -1,4 +1,4 @@
-"""Command lines and what they print, in this process (tables) and in one of their own."""
+"""Command lines and their output, run in this process or in a separate one."""
 
 import json
 import sys
@@ -15,12 +15,12 @@ from orchestrator.cli import options as module
 from orchestrator.errors import MoeEdgeError
 from orchestrator.lab.registry import BENCHMARKS, load
 from orchestrator.lab.table import Report
-from orchestrator.runtime.answering import Answering
+from orchestrator.plan.records import PlanRequest
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The runtimes that commands of this test open."""
+    """Runtimes that the commands of this test open."""
     runtimes = []
     monkeypatch.setitem(sys.modules, "orchestrator.runtime.runtime", fake_runtime.module())
     real_open = fake_runtime.FakeRuntime.open
@@ -36,7 +36,7 @@ def opened(monkeypatch):
 NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
 
 
-# Arguments, text on stdin, exit status, stdout, and a part of stderr.
+# (arguments, stdin, exit status, stdout, part of stderr)
 @cases(
     "args, stdin, status, stdout, stderr",
     (["-p", "hello"], None, 0, "Hi there!\n", ""),
@@ -49,7 +49,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "hello", "--threads", "1000"], None, 0, "Hi there!\n", "1000 is capped at"),
     (["-p", "two\nlines"], None, 0, "<two\nlines>\n", ""),
     (["-p", "silence"], None, 0, "\n", ""),
-    # A pipe gets the text as the model said it.
+    # A pipe gets the model's text unchanged.
     (["-p", "loud"], None, 0, fake_runtime.HOSTILE + "\n", ""),
     (["-p", "fail"], None, 1, "half an", "Error: model.gguf: read error at offset 4096\n"),
     (["-p", "fail", "--json"], None, 1, "", "Error: model.gguf: read error at offset 4096\n"),
@@ -74,7 +74,7 @@ NAMES = "lru, dymoe, dynaexq, firm, context, floor, mixed or plain"
     (["-p", "x", "--nonsense"], None, 2, "", "No such option"),
     (["-p", "x", "extra"], None, 2, "", "the model is given twice, as extra and -m x.gguf"),
 )
-def test_one_shot(opened, args, stdin, status, stdout, stderr):
+def test_one_answer(opened, args, stdin, status, stdout, stderr):
     result = run("chat", "-m", "x.gguf", *args, stdin=stdin)
     assert (result.exit_code, result.stdout) == (status, stdout)
     if stderr:
@@ -110,12 +110,11 @@ def test_a_model_is_an_argument_or_an_option(command, tmp_path, monkeypatch):
     assert twice.exit_code == 2 and "the model is given twice" in twice.stderr
 
 
-def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
-    """The commands that say it, or try it, have the chat's config."""
+def test_plan_and_check_use_the_configuration_of_chat(monkeypatch):
     asked = []
 
-    def takes(config, *_args, **_options):
-        asked.append(config)
+    def takes(given, *_args, **_options):
+        asked.append(given.config if isinstance(given, PlanRequest) else given)
         raise MoeEdgeError("seen")
 
     for name in ("cli.chat.open_runtime", "cli.machine.examine", "lab.check.examine"):
@@ -128,7 +127,7 @@ def test_what_would_run_is_said_of_what_a_chat_runs(monkeypatch):
 
 
 def test_options_reach_the_config(opened):
-    """What is not given is left to the config."""
+    """Options that are not given keep the configuration's defaults."""
     options = {
         "low": ("b.gguf", Path("b.gguf")),
         "ram": ("6GiB", 6 * 2**30),
@@ -148,7 +147,7 @@ def test_options_reach_the_config(opened):
         assert run("chat", "-m", "a.gguf", "-p", "x", *words).exit_code == 0
         values = {name: value for name, (_, value) in given.items()}
         config = module.Config.build(model=Path("a.gguf"), remember=True, **values)
-        assert opened[-1].config == Answering().config(config)
+        assert opened[-1].config == config
     assert opened[-1].seen[0][0] == {"role": "system", "content": "Be brief."}
 
 
@@ -181,7 +180,7 @@ KEEPS = json.dumps(
     (["-p", "asked", "--repeat-penalty", "1.5"], "", '{"repeat_penalty": 1.5}'),
     (["-p", "asked", "--schema", "f"], '{"type": "object"}', KEEPS),
     (["-p", "asked", "--grammar", "f"], 'root ::= "yes"', r'{"grammar": "root ::= \"yes\""}'),
-    # Reasoning is no part of the answer.
+    # Reasoning is not part of the answer.
     (["-p", "think"], "", "It is."),
 )
 def test_options_reach_the_request(opened, tmp_path, monkeypatch, options, file, stdout):
@@ -214,7 +213,7 @@ def test_a_constraint_that_is_wrong_is_refused_before_the_model_loads(
     assert result.exit_code != 0 and said in result.stderr and opened == []
 
 
-def test_without_a_model_it_is_the_demo(opened, monkeypatch, tmp_path):
+def test_the_default_model_is_the_demo(opened, monkeypatch, tmp_path):
     package = tmp_path / "site/orchestrator/cli/options.py"
     monkeypatch.setattr(module, "__file__", str(package))
     monkeypatch.chdir(tmp_path)
@@ -288,7 +287,8 @@ BELOW = [name for name in BENCHMARKS if name]
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measured(name): the options that a benchmark is run with, in the place of running it."""
+    """Function that replaces a benchmark's run and returns the list of options it was called
+    with."""
 
     def replace(name):
         seen, benchmark = [], type(load(BENCHMARKS, name))

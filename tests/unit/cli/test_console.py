@@ -1,4 +1,4 @@
-"""What is safe and fit to show on a terminal."""
+"""Text that is safe to show on a terminal, and the progress bar."""
 
 import io
 import sys
@@ -28,15 +28,16 @@ def test_ordinary_text_stays(text):
 
 
 class Screen(io.StringIO):
-    """A terminal that keeps what was written to it."""
+    """A terminal that records its output."""
 
     def isatty(self):
         return True
 
 
 @cases("share, shown", (None, "Measuring, "), (0.0, f"Measuring [{'-' * 24}]   0 %, "))
-def test_what_is_reported_once_is_shown_and_counts_the_seconds(monkeypatch, share, shown):
-    """The report comes before work that reports nothing more, as a process that measures."""
+def test_a_single_report_is_shown_with_the_elapsed_seconds(monkeypatch, share, shown):
+    """Reports before work without further reports, such as a measurement in another process, are
+    shown with the seconds since then."""
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")

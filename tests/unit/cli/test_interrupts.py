@@ -1,4 +1,4 @@
-"""The whole process: Ctrl-C, signals, pipes that are closed, input that is no text."""
+"""Whole processes: Ctrl-C, signals, closed pipes, and input that is not text."""
 
 import importlib.util
 import os
@@ -21,10 +21,10 @@ ENDLESS = ("-m", "x.gguf", "-p", "endless")
 @cases(
     "args, stdin, stdout",
     (("-m", "x.gguf"), "caf\u00e9".encode(), "<caf\u00e9>\n"),
-    # No escape code and no statistics.
+    # Without escape codes and statistics.
     (("-m", "slow.gguf", "-p", "slow"), b"", "read\n"),
 )
-def test_a_pipe_gets_the_answer_alone(args, stdin, stdout):
+def test_a_pipe_gets_only_the_answer(args, stdin, stdout):
     result = subprocess.run([*FAKE, "chat", *args], input=stdin, capture_output=True)
     assert (result.returncode, result.stdout.decode(), result.stderr) == (0, stdout, b"")
 
@@ -35,16 +35,17 @@ def started(*command, **environment):
 
 
 def interrupted(log, event, *args):
-    """Ctrl-C once the fake runtime has said `event`: exit status, stdout, stderr."""
+    """Send Ctrl-C after the fake runtime has logged `event`. Returns (exit status, stdout,
+    stderr)."""
     with started(*FAKE, "chat", *args, FAKE_RUNTIME_LOG=str(log)) as process:
-        wait_until(lambda: log.exists() and event in log.read_text(), f"it never came to {event}")
+        wait_until(lambda: log.exists() and event in log.read_text(), f"{event} was not logged")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=HANG_S)
     return process.returncode, stdout, stderr
 
 
 def test_ctrl_c_while_python_loads_shows_nothing(tmp_path):
-    """A module of the command line stands still until the key is pressed."""
+    """Ctrl-C during an import exits with 130 and prints nothing."""
     (tmp_path / "click.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
     command = [sys.executable, "-m", "orchestrator", "--help"]
     with started(*command, PYTHONPATH=f"{tmp_path}:{fake_runtime.ROOT}") as process:

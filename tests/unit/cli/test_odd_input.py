@@ -1,5 +1,5 @@
-"""What a newcomer does to the command line: one sentence each, nothing left behind, and no output
-that exists is replaced, unless it is told to."""
+"""Wrong command lines: each gets one sentence and leaves no files. Existing outputs are replaced
+only with --force."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ FAKE = [sys.executable, fake_runtime.__file__]
 
 
 def refused(*args):
-    """What a command says that ends with a sentence, which is all that it says."""
+    """Run a command that must fail with a single sentence, and return it."""
     result = run(*args)
     assert result.exit_code in (1, 2), result.output
     assert result.stdout == ""
@@ -50,10 +50,10 @@ EITHER = "give either --text FILE or -p TEXT"
     ("pack in out --tiers q4_k --calib-tokens 5", "--calib-tokens needs a text"),
     ("calibrate in --calib T --save-imatrix M --out T.json", "is for the loss table"),
     ("calibrate in --calib T --save-imatrix M --method rtn", "is for the loss table"),
-    # The routing of a trained model is its own.
+    # A trained model has its own routing.
     ("bench --shape demo --routing uniform", "--routing has no effect with --shape demo"),
 )
-def test_what_makes_no_sense_is_refused(words, said):
+def test_options_without_effect_are_refused(words, said):
     assert said in refused(*words.split())
 
 
@@ -83,7 +83,7 @@ def test_what_makes_no_sense_is_refused(words, said):
     ("bench piared", "did you mean paired?"),
     ("chat --rma 8GiB", "--ram"),
 )
-def test_words_that_are_no_command(words, said):
+def test_wrong_command_lines_are_refused(words, said):
     result = run(*shlex.split(words))
     assert (result.exit_code, result.stdout) == (2, "") and said in result.stderr
 
@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, args
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_beside_a_model_that_cannot_be_written_names_out(tmp_path, monkeypatch):
+def test_an_unwritable_table_next_to_a_model_suggests_out(tmp_path, monkeypatch):
     def read_only(path):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
@@ -174,7 +174,7 @@ def test_a_chat_template_that_is_no_text_is_refused_before_the_model_is_loaded(t
 @cases(
     "closing, model, status, stdout, stderr",
     (">&-", "x.gguf", 1, "", "Error: stdout is closed: redirect it to a file or to /dev/null\n"),
-    ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # notes alone are lost
+    ("2>&-", "odd.gguf", 0, "Hi there!\n", ""),  # only notes are lost
 )
 def test_a_closed_stream(closing, model, status, stdout, stderr):
     command = ["sh", "-c", f'exec "$@" {closing}', "sh", *FAKE, "chat", "-m", model, "-p", "hello"]
@@ -198,7 +198,7 @@ def model(tmp_path_factory):
     return synthetic.write(path, "tiny-qwen3moe", tiers=("q4_k", "q2_k"))
 
 
-# Arguments with IN for a model, TEXT for a text and OUT for an output.
+# Arguments. IN is a model, TEXT a text file, and OUT an output.
 CALLS = (
     *("pack --tiers q2_k IN OUT", "export --tier q4_k IN OUT", "convert --tiers q2_k IN OUT"),
     *("inspect IN --plot OUT", "check -m IN --out OUT", "plan -m IN --plot OUT"),
@@ -210,7 +210,7 @@ CALLS = (
 @pytest.mark.parametrize("is_pipe", [False, True])
 @pytest.mark.parametrize("call", CALLS)
 def test_an_output_that_exists_is_kept(call, is_pipe, model, tmp_path):
-    """A pipe is never replaced, by --force neither."""
+    """An existing file is kept without --force. A pipe is kept even with --force."""
     out, text = tmp_path / "out.png", tmp_path / "text.txt"
     text.write_text("some words")
     if is_pipe:
@@ -246,6 +246,7 @@ def test_force_replaces_it(model, tmp_path, before):
 
 
 def test_a_table_is_kept(model, tmp_path):
+    """An existing loss table next to a model is not overwritten."""
     table = "m.gguf.calib.json"
     copy, text = tmp_path / "m.gguf", tmp_path / "text.txt"
     copy.symlink_to(model)
@@ -261,6 +262,6 @@ def test_every_command_with_an_output_has_force():
         command = cli.get_command(click.Context(cli), name)
         params = command.get_params(click.Context(command, help_option_names=[]))
         if any(param.type is NEW_FILE for param in params):
-            with_output.add(command.name)  # doctor is plan
+            with_output.add(command.name)  # doctor is an alias of plan
             assert any("--force" in param.opts for param in params), name
     assert with_output == {word.split()[0] for word in CALLS}

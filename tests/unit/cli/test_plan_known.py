@@ -1,4 +1,4 @@
-"""`moe-edge plan` without a model: the table of known ones, and how it is kept."""
+"""`moe-edge plan` without a model: the table of known models, and how it is cached."""
 
 import json
 from dataclasses import replace
@@ -15,14 +15,15 @@ from orchestrator.cost.known import FITS, NO_ROOM, NOT, STREAMS, WELL, Known, Ro
 
 
 def seconds(_timer, what):
-    """A machine of 20 GB/s whose operations take a microsecond."""
+    """Time of an operation on a simulated machine: 20 GB/s of weights and one microsecond per
+    operation."""
     nbytes = what.nbytes if isinstance(what, products.Product) else 0
     return 1e-6 + what.rows * nbytes / 20e9
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A cache of its own, and how often this machine was measured."""
+    """A new cache folder. Returns a list with an entry for each measurement of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
 
@@ -42,15 +43,15 @@ def machine(monkeypatch, tmp_path):
 plan = partial(run, "plan")
 
 
-def told(ram):
+def plan_as_json(ram):
     result = plan("--ram", ram, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def test_known_models_are_listed_and_kept(machine):
-    """What runs well comes first, the largest of it first; what is too slow comes behind it. The
-    second time nothing is measured, and another cap is another table."""
+    """Models that run well come first, larger ones first. Models that are too slow follow. The
+    second run measures nothing, and another --ram gives another table."""
     first = plan("--ram", "12GiB")
     assert first.exit_code == 0, first.output
     assert "Qwen3-Next-80B-A3B" in first.stdout and "2.00 GB/s" in first.stdout
@@ -59,9 +60,9 @@ def test_known_models_are_listed_and_kept(machine):
     machine.clear()
     again = plan("--ram", "12GiB")
     assert again.stdout.splitlines()[1:] == first.stdout.splitlines()[1:] and not machine
-    small = told("1GiB")
+    small = plan_as_json("1GiB")
     assert "processor" not in machine
-    found = told("12GiB")
+    found = plan_as_json("12GiB")
     assert len(found["best"]) == len(known_models())
     assert len(found["rows"]) == sum(len(each.precisions) for each in known_models())
     runs = {(row["model"], row["precision"]): row for row in found["rows"]}
@@ -101,6 +102,6 @@ def test_the_order_of_the_table():
     (["--plot", "x.png"], "--plot draws the plans of one model"),
     (["x.gguf", "-m", "y.gguf"], "the model is given twice"),
 )
-def test_what_needs_a_model_says_so(args, said, machine):
+def test_options_that_need_a_model_are_refused(args, said, machine):
     result = plan(*args)
     assert result.exit_code != 0 and said in result.stderr and not machine

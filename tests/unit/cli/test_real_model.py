@@ -1,4 +1,4 @@
-"""The command line over the real engine, on a random-weight model of a few megabytes."""
+"""The command line with the real engine and a random-weight model of a few megabytes."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_a_managed_answer_and_its_statistics(model, policy, other):
         assert stats["mix"] == {"q4_k": 1.0}
     else:
         assert stats["mix"]["q4_k"] > stats["mix"][other] > 0
-        # a low request computes in high where that is in memory
+        # a request for low uses a resident high copy
         assert stats["computed"]["q4_k"] >= stats["mix"]["q4_k"]
     assert sum(stats["computed"].values()) == pytest.approx(1.0)
 
@@ -87,13 +87,13 @@ def test_a_seed_repeats_the_answer(model):
     (["--policy", "dynaexq", "--profile", "no/hot.json"], ["no/hot.json: there is no such folder"]),
     (["--high-tier", "q5_k"], ["q5_k", *TIERS]),
     (["--low", "nowhere.gguf"], ["nowhere.gguf"]),
-    (["-m", "cut.gguf", "--expert-ram", "1MiB"], ["cut.gguf"]),  # it ends early
+    (["-m", "cut.gguf", "--expert-ram", "1MiB"], ["cut.gguf"]),  # a truncated file
 )
 def test_a_refusal_is_one_sentence(model, options, parts, capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cut.gguf").write_bytes(model.read_bytes()[:-100_000])
     done = run("chat", "-m", model, "-p", "x", *options)
-    assert capfd.readouterr() == ("", "")  # llama.cpp says nothing beside it
+    assert capfd.readouterr() == ("", "")  # llama.cpp prints nothing
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1
@@ -160,7 +160,8 @@ def test_statistics_say_how_an_answer_ended(options, finish):
     stats = answer["stats"]
     assert stats["finish"] == finish
     assert stats["ttft_ms"] > 0 and stats["tpot_ms_p99"] >= stats["tpot_ms_p50"] > 0
-    if finish == "end":  # its token is not counted: a limit of as many tokens gives the same text
+    # The end token is not counted: with this number as the limit, the text is the same.
+    if finish == "end":
         cut = run("chat", "-m", demo_model(), *ASKED, f"--max-tokens={stats['tokens']}")
         assert json.loads(cut.stdout)["text"] == answer["text"]
         assert json.loads(cut.stdout)["stats"]["finish"] == "length"
@@ -190,14 +191,14 @@ def test_a_conversation_goes_on_in_another_process(model, tmp_path):
     assert len((folder / "last.jsonl").read_text().splitlines()) == 4
 
 
-def test_what_could_not_be_kept_is_said_at_the_end(model, tmp_path):
+def test_a_conversation_that_is_not_kept_is_reported_at_the_end(model, tmp_path):
     limit = "--prompt-cache-limit=1000B"
     code, _, said = chat(model, "--prompt-cache", tmp_path, limit, "-p", QUESTION)
     assert code == 0
     assert said.startswith("A conversation of ") and said.count("\n") == 1
 
 
-def test_there_is_something_to_resume(model, tmp_path):
+def test_resume_without_a_saved_conversation_is_refused(model, tmp_path):
     code, _, said = chat(model, "--resume", "-p", "x")
     assert code == 1 and said.startswith("Error: --resume: there is no saved conversation in ")
     code, _, said = chat(model, "--resume", "--prompt-cache", tmp_path, "-p", "x")

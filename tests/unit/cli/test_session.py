@@ -1,4 +1,5 @@
-"""The conversation itself: what is remembered, what the model sees, what a stop leaves; files."""
+"""The conversation in chat: its messages, the part that the model sees, stopped answers, and saved
+files."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def said(pieces):
 
 
 def turns(*texts):
-    """Of a user and of the model, in turns."""
+    """Messages of user and assistant in turns."""
     roles = ("user", "assistant")
     return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
 
@@ -53,11 +54,11 @@ def test_an_answer_joins_the_conversation():
     assert session.messages == [SYSTEM_BRIEF]
 
 
-def test_another_answer_takes_the_place_of_the_last():
+def test_a_repeated_answer_replaces_the_last_one():
     session = make()
     list(session.answer("hello"))
     list(session.answer("more"))
-    session.messages[-1]["content"] = "an answer that nobody liked"
+    session.messages[-1]["content"] = "an unwanted answer"
     assert said(session.answer_again()) == ["<more>"]
     assert session.messages == turns("hello", "Hi there!", "more", "<more>")
     session.reset()
@@ -66,7 +67,7 @@ def test_another_answer_takes_the_place_of_the_last():
 
 
 @pytest.mark.parametrize("text", ["fail", "silence"])
-def test_an_answer_stays_where_another_fails(text):
+def test_the_old_answer_stays_if_its_repetition_fails(text):
     session = make()
     session.messages = turns(text, "old")
     with suppress(GGUFError):
@@ -117,7 +118,7 @@ def test_an_abandoned_answer_restores_the_signal_handler():
     assert session.messages[-1] == {"role": "assistant", "content": "0 "}
 
 
-def test_the_oldest_exchanges_leave_a_full_context():
+def test_the_oldest_messages_are_left_out_of_a_full_context():
     session = make(ctx=160, max_tokens=40, system="Be brief.")
     for number in range(40):
         list(session.answer(f"message number {number} of forty"))
@@ -129,7 +130,8 @@ def test_the_oldest_exchanges_leave_a_full_context():
         assert session._n_tokens(seen) <= 120
     assert len(session.messages) == 81
     assert session.left_out > 0
-    # Down to half of the context at once, so that most turns keep their prefix.
+    # Messages are dropped down to half of the context at once, so that most turns keep their
+    # prefix.
     starts = [seen[1]["content"] for seen in session.runtime.seen]
     assert len(set(starts)) <= 12
     session.reset()
@@ -200,7 +202,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
     ([SYSTEM, *TURNS[:2]], [SYSTEM, *TURNS[:2]]),
     (TURNS[:3], TURNS[:2]),  # a question without an answer is left out
 )
-def test_what_is_written_is_read(tmp_path, written, read):
+def test_a_written_conversation_is_read_back(tmp_path, written, read):
     path = tmp_path / "saved.jsonl"
     write_conversation(path, written)
     assert read_conversation(path) == read
@@ -223,14 +225,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_anything_else_is_one_sentence(tmp_path, name):
+def test_other_files_are_refused(tmp_path, name):
     path = tmp_path / "wrong.jsonl"
     path.write_bytes(WRONG[name])
     with pytest.raises(ConfigError, match=r"wrong\.jsonl: this is no conversation"):
         read_conversation(path)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.jsonl: No such file"):
         read_conversation(tmp_path / "gone.jsonl")
 
@@ -243,7 +245,7 @@ def test_a_loaded_conversation_goes_on():
     assert talk.runtime.seen[-1] == [SYSTEM, *TURNS[:2], *turns("three")]
     talk.load(TURNS)
     talk.reset()
-    assert talk.messages == []  # its system prompt is that of the conversation
+    assert talk.messages == []  # the loaded conversation has no system prompt
 
 
 def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
@@ -258,7 +260,7 @@ def test_the_latest_conversation_is_kept_after_each_answer(tmp_path):
     list(talk.answer("hello"))
     assert read_conversation(talk.kept) == talk.messages
     talk.kept = talk.kept / "last.jsonl"
-    list(talk.answer("hello"))  # done without
+    list(talk.answer("hello"))  # a failed save is ignored
 
 
 def test_the_oldest_conversations_go(tmp_path):

@@ -1,5 +1,5 @@
-"""The smallest --ram that a refusal names works, and 2 MiB less is refused, for models and front
-ends that count their memory differently."""
+"""The smallest --ram that a refusal names works, and 2 MiB less is refused, for models and commands
+that count their memory differently."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 
 
 def refusal(words):
-    """The smallest --ram that a refused command names, in bytes."""
+    """The smallest --ram, in bytes, that the refusal of this command names."""
     done = run(*words)
     found = _NAMED.search(done.stderr)
     assert done.exit_code == 1 and found, done.output
@@ -49,7 +49,7 @@ def refusal(words):
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_works_and_less_is_refused(
+def test_the_smallest_ram_works_and_2_mib_less_is_refused(
     shape, front_end, models, library, user_folder, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The interactive loop on a real terminal: a pseudo-terminal, a process, and keys."""
+"""Interactive chat on a pseudo-terminal, with a process and keys."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(start, tmp_path):
     assert messages[1]["content"].startswith("0 1 2 3 4 5 6 7")
 
 
-def test_ctrl_c_while_loading_leaves(tmp_path):
+def test_ctrl_c_while_loading_exits(tmp_path):
     with Terminal("-m", "endless.gguf", home=tmp_path) as terminal:
         terminal.wait(r"Loading 1 GiB of weights \[#+-*\] +\d+ %")
         terminal.send(CTRL_C)
@@ -63,7 +63,7 @@ def test_a_narrow_terminal_breaks_between_words(start):
         assert max(map(len, said.splitlines())) <= 40, said
         assert set(said.split()) <= {*wide.ask(line).split(), "·"}, said  # no word is broken
     assert "How it answers:\n  /temp T " in wide.ask("/help")
-    assert re.search(r"Reading 1000 tokens +\d+ %", terminal.ask("slow"))  # a bar without cells
+    assert re.search(r"Reading 1000 tokens +\d+ %", terminal.ask("slow"))  # without space for a bar
 
 
 def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
@@ -81,12 +81,12 @@ def test_the_arrow_key_brings_back_lines_of_earlier_sessions(start, tmp_path):
 
 
 PASTE = "\x1b[200~{}\x1b[201~"
-MORE = re.compile(r"\. \Z")  # the message goes on
+MORE = re.compile(r"\. \Z")  # prompt for further lines of a message
 TEXT, STOPPED = re.compile("5 6 7"), re.compile(r"stopped(.*\n)*> \Z")
 LEAVES = re.compile(r"/quit or Ctrl-D leaves(.*\n)*> \Z")
 AT_PROMPT = (Terminal.until_it_reads, None)
-# Keys, and what they bring: a text beside which there is the next prompt, or all, as a regular
-# expression; or the status with which it ends.
+# (keys, expected result): a text before the next prompt, or a regular expression for the whole
+# output, or the exit status.
 TALKS = {
     "Ctrl-C at the prompt says how to leave": [
         *[(CTRL_C, LEAVES) if step else AT_PROMPT for _ in range(2) for step in (0, 1)],
@@ -125,7 +125,7 @@ TALKS = {
 @pytest.mark.parametrize("name", TALKS)
 def test_keys(start, name):
     terminal = start()
-    # Terminals mark a paste only where they were asked to.
+    # Terminals mark pasted text only if asked to.
     assert "\x1b[?2004h" in terminal.raw
     for keys, brings in TALKS[name]:
         if callable(keys):
@@ -212,7 +212,7 @@ def test_every_command(start):
     assert "Traceback" not in terminal.raw
 
 
-def test_a_file_stands_before_one_message(start, tmp_path):
+def test_read_adds_a_file_to_the_next_message(start, tmp_path):
     terminal = start(columns=400)
     text = tmp_path / "a text.txt"
     text.write_text("Grüße\n")
@@ -221,7 +221,8 @@ def test_a_file_stands_before_one_message(start, tmp_path):
     assert "<what is it?>" in terminal.ask("what is it?")
     text.write_bytes(b"ab\xff")
     assert f"Error: {text}: not UTF-8 text (byte 0xff at offset 2)" in terminal.ask(f"/read {text}")
-    # Zeros are UTF-8, and no text; a long file of them is not to be cut to the context either.
+    # Zero bytes are valid UTF-8, but a file with them is not text. This is checked before its
+    # length.
     for data in (b"ab\0", b"ab\0" * 10**6):
         text.write_bytes(data)
         assert f"Error: {text}: not UTF-8 text (byte 0x00 at offset 2)" in terminal.ask(
@@ -244,7 +245,7 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     terminal.ask("more")
     assert "4 messages written" in terminal.ask("/save ~/talk.jsonl")
     assert len((tmp_path / "talk.jsonl").read_text().splitlines()) == 4
-    # Another conversation does not take its place; the same one goes on in it, in a later run too.
+    # Another conversation does not replace it. The same one is continued, also in a later run.
     terminal.ask("/reset")
     terminal.ask("hello")
     assert wrong in terminal.ask("/save ~/talk.jsonl")
@@ -254,7 +255,7 @@ def test_save_replaces_only_its_own_file(start, tmp_path):
     assert "6 messages written" in terminal.ask("/save ~/talk.jsonl")
 
 
-def test_what_was_forgotten_is_not_resumed(start, tmp_path):
+def test_a_reset_conversation_is_not_resumed(start, tmp_path):
     terminal = start("-m", "x.gguf", "--prompt-cache", str(tmp_path))
     terminal.ask("hello")
     assert (tmp_path / "last.jsonl").exists()
@@ -275,7 +276,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     monkeypatch.delenv("XDG_CACHE_HOME")
     terminal = start()
     assert "Chats are saved for --resume" in terminal.greeting
-    assert kept_by(tmp_path) == []  # nothing was said yet
+    assert kept_by(tmp_path) == []  # nothing has been said yet
     terminal.ask("hello")
     (path,) = kept_by(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -283,7 +284,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     terminal.send(CTRL_D)
     assert terminal.finish() == 0
     other = start()
-    assert "Chats are saved" not in other.greeting  # it was said
+    assert "Chats are saved" not in other.greeting  # shown only once
     other.ask("more")
     assert len(kept_by(tmp_path)) == 2
     again = start("-m", "x.gguf", "--resume")
@@ -292,7 +293,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     path = max(kept_by(tmp_path), key=lambda each: each.stat().st_mtime_ns)
     assert len(kept_by(tmp_path)) == 2 and len(path.read_text().splitlines()) == 4
     assert "<more>" in path.read_text()
-    # What was forgotten is kept nowhere.
+    # A conversation that was reset is deleted.
     again.ask("/reset")
     assert len(kept_by(tmp_path)) == 1
 
@@ -304,7 +305,7 @@ def test_a_chat_is_kept_and_resumed_without_any_option(start, tmp_path, monkeypa
     ("--json", b"hello"),
     ("", b"hello"),
 )
-def test_what_is_not_kept(start, tmp_path, monkeypatch, args, stdin):
+def test_chats_that_are_not_saved(start, tmp_path, monkeypatch, args, stdin):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     args = ("-m", "x.gguf", *args.split())
@@ -346,7 +347,7 @@ def test_the_model_cannot_control_the_terminal(start):
 
 @cases("environment, coloured", ({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False))
 def test_no_color_is_honoured(start, environment, coloured):
-    """A dumb terminal gets no bar either."""
+    """A dumb terminal gets no progress bar either."""
     terminal = start("-m", "slow.gguf", **environment)
     terminal.ask("hello")
     assert bool(re.search(r"\x1b\[[0-9;]*m", terminal.raw)) == coloured
@@ -373,7 +374,7 @@ def test_keys_typed_ahead_wait_for_the_prompt(start):
     terminal.send("long\n")
     terminal.wait("5 6 7")
     terminal.send("hello\x7f\x7fp me\n")
-    # The keys are read as if they came at the prompt, with what deletes among them.
+    # Keys typed during an answer are read at the prompt, including deletions.
     answer = terminal.wait(r"<help me>\n(.+\n)+\n> \Z").partition("first word")[0]
     assert "498 499" in answer and "hel" not in answer
     assert "Hi there!" in terminal.ask("hello")

@@ -1,4 +1,4 @@
-"""`moe-edge trace` and `moe-edge replay` from end to end, and what they refuse."""
+"""`moe-edge trace` and `moe-edge replay` from end to end, and their refusals."""
 
 import json
 
@@ -11,7 +11,7 @@ from orchestrator.lab.replay.trace import PROMPT_ENDS, STARTS
 
 @pytest.fixture(scope="module")
 def model(library, tiny_model):
-    """A packed model of two precisions."""
+    """A packed model with two precisions."""
     return tiny_model("qwen3moe", "q4_k", "q2_k", seed=1)
 
 
@@ -31,20 +31,20 @@ def test_a_text_becomes_a_trace(recorded):
     header = trace.header
     assert (header.policy, header.in_use) == ("dymoe", ("q4_k", "q2_k"))
     assert (header.settings["n_ahead"], header.expert_bytes) == (1, 2 << 20)
-    assert header.settings["retention"] is None  # not asked for
+    assert header.settings["retention"] is None  # not given
     assert trace.arrays["marks"].tolist() == [[0, STARTS, 0], [0, PROMPT_ENDS, 0]]
     assert header.tiers == ("q4_k", "q2_k")
     assert trace.arrays["step_tokens"].tolist() == [16] + 24 * [1]
 
 
 def done(*args):
-    """What a command prints that succeeds."""
+    """Output of a command that must succeed."""
     result = run(*args)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
-def test_replay_prints_the_policy_beside_its_baselines(recorded):
+def test_replay_prints_the_policy_and_its_baselines(recorded):
     said = done("replay", recorded)
     table, policy = said.split("policy: ")
     names = [line.split()[0].rstrip(",") for line in table.splitlines() if " % " in line]

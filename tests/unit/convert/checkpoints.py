@@ -1,5 +1,5 @@
-"""Checkpoints of small random models of each family, with their tokenizers, and what transformers
-computes with them."""
+"""Checkpoints of small random models for each family, with tokenizers, and their logits by
+transformers."""
 
 import functools
 import io
@@ -29,13 +29,13 @@ from gguf_tools.convert.pretokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
 from .families import END, FAMILIES, SPECIAL, TEXT, VOCAB
 
-# Tokenizers that put a token before a text.
+# Tokenizers that add a begin token.
 BEGINS = ("llama3", "deepseek")
 
 
 @functools.cache
 def byte_level(kind):
-    """A byte-level BPE of VOCAB tokens, split as a family's own tokenizer splits."""
+    """A byte-level BPE with VOCAB tokens, with the pre-tokenizer of the family's own tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     if kind == "neox":
         tokenizer.normalizer = normalizers.NFC()
@@ -61,8 +61,8 @@ def byte_level(kind):
 
 @functools.cache
 def _gemma():
-    """A BPE of VOCAB tokens over characters, that falls back to bytes; a space is a character, and
-    no token is of two lines."""
+    """A character BPE with VOCAB tokens and byte fallback. A space is a character, and no token
+    contains parts of two lines."""
     ends = [END, *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token=None, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
@@ -80,7 +80,7 @@ def _gemma():
 
 
 def save_tokenizer(kind, folder):
-    """The tokenizer's files, as the family's class writes them."""
+    """Write the tokenizer's files with the family's class."""
     if kind == "sentencepiece":
         save_sentencepiece(folder)
         return
@@ -89,13 +89,13 @@ def save_tokenizer(kind, folder):
     kind_of = own.get(kind, transformers.PreTrainedTokenizerFast)
     tokenizer = kind_of(tokenizer_object=made, bos_token=END, eos_token=END)
     tokenizer.save_pretrained(folder)
-    if kind == "deepseek":  # whose published files say what transformers does not write
+    if kind == "deepseek":  # published files have a field that transformers does not write
         path = folder / "tokenizer_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "add_bos_token": True}))
 
 
 def save_sentencepiece(folder):
-    """tokenizer.model, as Llama's: BPE that falls back to bytes, and changes no character."""
+    """tokenizer.model similar to Llama's: BPE with byte fallback and without normalization."""
     (folder / "tokenizer.model").write_bytes(_sentencepiece())
     config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
     config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -120,7 +120,7 @@ def _sentencepiece():
 
 
 def write_checkpoint(name, folder, **save):
-    """Write a family's checkpoint into ``folder``; returns the model that is in it."""
+    """Write a family's checkpoint into `folder` and return its model."""
     family = FAMILIES[name]
     model = family.build()
     model.save_pretrained(folder, **save)
@@ -133,7 +133,7 @@ def write_checkpoint(name, folder, **save):
 
 
 def their_tokens(name, folder, text):
-    """What the tokenizer in ``folder`` makes of a text, by its own library."""
+    """Tokens of a text by the original tokenizer library."""
     if FAMILIES[name].tokenizer == "sentencepiece":
         processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
         return [processor.bos_id(), *processor.encode(text)]
@@ -142,6 +142,6 @@ def their_tokens(name, folder, text):
 
 
 def reference_logits(model, tokens):
-    """Logits [T, vocab] of the model in float32, computed without a cache."""
+    """Logits [T, vocab] of the model in float32, computed without a KV cache."""
     with torch.inference_mode():
         return np.asarray(model(torch.tensor([tokens]), use_cache=False).logits[0].float())

@@ -1,4 +1,4 @@
-"""Each family's checkpoint is made and converted once."""
+"""Fixtures that write and convert each family's checkpoint once."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def case(tmp_path_factory):
-    """case(name): a family's checkpoint, converted, and what transformers makes of it."""
+    """case(name): a family's converted checkpoint, with transformers' tokens and logits."""
     from .running import make_case  # needs the extra `convert`
 
     made = {}
@@ -22,7 +22,8 @@ def case(tmp_path_factory):
 
 @pytest.fixture
 def float32_attention(monkeypatch):
-    """Call it for keys and values in float32, and no flash attention, which rounds them to half."""
+    """Function that switches to a float32 KV cache without flash attention, both of which would
+    round to half precision."""
     from .running import use_float32_attention
 
     return partial(use_float32_attention, monkeypatch)

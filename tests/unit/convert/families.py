@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of every model family, made with transformers' own classes.
+"""Tiny random checkpoints of every model family, made with transformers' classes.
 
-Weights are rounded to half precision and stored as float32: an F16 tier then holds the very
-same numbers as an F32 one. Router rows are long, so that no choice of experts is a close one.
+Weights are rounded to half precision and stored as float32, so F16 and F32 tiers hold the same
+numbers. Router rows are long, so the choice of experts does not depend on rounding.
 """
 
 import json
@@ -33,10 +33,13 @@ PROMPT = "A router asks for 37 experts; they've been read.\nNext"
 
 @dataclass(frozen=True)
 class Family:
-    """``model``: transformers' class. ``config``: what is not in SIZES, or differs.
-    ``tokenizer``: its kind. ``adapt``: changes a model to compute what llama.cpp does.
-    ``config_class``: where it is not named as the model's. ``publish``: changes a folder to what
-    was published, where transformers writes something else."""
+    """A model family and how its checkpoint is made.
+
+    model: transformers' class. config: settings that SIZES lacks or that differ. tokenizer: its
+    kind. adapt: changes a model so that it computes the same as llama.cpp. config_class: only if it
+    is not named like the model. publish: changes the folder to the published form if transformers
+    writes another form.
+    """
 
     model: str
     config: dict[str, Any]
@@ -48,7 +51,7 @@ class Family:
     def build(self):
         name = self.config_class or self.model.replace("ForCausalLM", "Config")
         config_class = getattr(transformers, name)
-        torch.manual_seed(1)  # for what randomise leaves as it is
+        torch.manual_seed(1)  # for weights that randomise does not set
         sizes = {} if "text_config" in self.config else SIZES
         config = config_class(**{**sizes, **self.config})
         config._attn_implementation = "eager"
@@ -73,7 +76,7 @@ GRANITE = {
     **EIGHT_LOCAL, "shared_intermediate_size": 96, "embedding_multiplier": 3.0,
     "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
 }
-# A window in some of the layers.
+# A sliding window in some layers.
 WINDOWED = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 IN_GROUPS = {
@@ -89,9 +92,11 @@ QWEN3_NEXT = {
 
 
 def as_llama_cpp(model):
-    """Phi-3.5-MoE as llama.cpp computes it, which is not as it was trained: norms without
-    their mean, and the softmax over all experts, normalised over the chosen two, in the place
-    of SparseMixer."""
+    """Change Phi-3.5-MoE to llama.cpp's version, which differs from the trained one.
+
+    Norms do not subtract the mean. The router takes the softmax over all experts, normalised over
+    the two chosen ones, instead of SparseMixer.
+    """
 
     def route(self, x):
         logits = torch.nn.functional.linear(x, self.weight)
@@ -109,7 +114,7 @@ def as_llama_cpp(model):
 
 
 def with_a_table_of_gelu(model):
-    """ggml looks GELU up in a table of half precision."""
+    """ggml takes GELU from a table in half precision."""
 
     def gelu(x):
         found = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
@@ -121,7 +126,7 @@ def with_a_table_of_gelu(model):
 
 
 def with_columns_first(folder):
-    """Experts as [experts, columns, rows], which transformers turns round when it loads them."""
+    """Store experts as [experts, columns, rows]. transformers transposes them when loading."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in [name for name in tensors if ".experts." in name]:
@@ -130,8 +135,8 @@ def with_columns_first(folder):
 
 
 def with_open_gates(model):
-    """DeepSeek-MoE-16B, which transformers has no class for, is Qwen2-MoE without biases and
-    without a gate before the shared experts (arXiv 2401.06066, section 3)."""
+    """Change Qwen2-MoE to DeepSeek-MoE-16B, for which transformers has no class: the gate before
+    the shared experts is always open (arXiv 2401.06066, section 3)."""
 
     def always(x):
         return torch.full((len(x), 1), math.inf)
@@ -143,7 +148,7 @@ def with_open_gates(model):
 
 
 def as_deepseek_moe(folder):
-    """Under the names of the published checkpoint."""
+    """Rename tensors and settings as in the published checkpoint."""
     tensors = load_file(folder / "model.safetensors")
     renamed = {
         name.replace("shared_expert.", "shared_experts."): values
@@ -169,7 +174,7 @@ def as_deepseek_moe(folder):
 
 
 def as_mimo2(folder):
-    """With the settings of the published checkpoint."""
+    """Use the settings of the published checkpoint."""
     path = folder / "config.json"
     config = {
         **json.loads(path.read_text()),
@@ -189,7 +194,7 @@ def as_mimo2(folder):
     path.write_text(json.dumps(config))
 
 
-# What llama.cpp derives from the two context lengths below; published as a number of its own.
+# llama.cpp derives this number from the two context lengths below. Published configs contain it.
 PHI_MSCALE = math.sqrt(1 + math.log(512 / 256) / math.log(256))
 # fmt: off
 FAMILIES = {
@@ -205,7 +210,7 @@ FAMILIES = {
         "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4,
     }, "neox"),
     "deepseek-v2": Family("DeepseekV2ForCausalLM", {
-        # llama.cpp knows the model without a rank of queries by its number of layers.
+        # llama.cpp recognises the variant without a query rank by its number of layers.
         **DEEPSEEK, "num_hidden_layers": 27, "n_routed_experts": 4, "q_lora_rank": None,
         "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
@@ -228,7 +233,7 @@ FAMILIES = {
         "num_experts_per_tok": 3, "mlp_only_layers": [0], "qkv_bias": False,
         "num_key_value_heads": 4,
     }, "llama3", with_open_gates, publish=as_deepseek_moe),
-    # Attention to the tokens that an indexer chooses; here to all, since the text is short.
+    # Attention to tokens chosen by an indexer. This text is short, so all are chosen.
     "deepseek-v3.2": Family("DeepseekV32ForCausalLM", {
         **DEEPSEEK, **IN_GROUPS, **INDEXED, "q_lora_rank": 48,
     }, "deepseek"),
@@ -236,7 +241,7 @@ FAMILIES = {
         **EIGHT_ROUTED, **IN_GROUPS, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "num_key_value_heads": 4,
     }, "qwen2"),
-    # All experts of a layer in one tensor, and gate and up in one.
+    # One tensor for all experts of a layer, with gate and up joined.
     "granite-moe": Family(
         "GraniteMoeForCausalLM",
         {k: v for k, v in GRANITE.items() if k != "shared_intermediate_size"}, "neox",
@@ -244,7 +249,7 @@ FAMILIES = {
     "minimax-m2": Family("MiniMaxM2ForCausalLM", {
         **EIGHT_LOCAL, "head_dim": 32, "rotary_dim": 16,
     }, "qwen2"),
-    # Biases of experts, attention that may go nowhere, and a window in every other layer.
+    # Expert biases, attention sinks, and a sliding window in every other layer.
     "gpt-oss": Family("GptOssForCausalLM", {
         "num_hidden_layers": 4, **EIGHT_LOCAL, "head_dim": 32, "sliding_window": 8,
         # llama.cpp blends frequencies between whole dimensions.
@@ -254,8 +259,8 @@ FAMILIES = {
             "truncate": True,
         },
     }, "llama3"),
-    # Experts beside a dense part, each scaled, behind a router with a norm and a scale of its own;
-    # an embedding for each layer; in some layers a window, and heads of another length.
+    # Experts next to a dense part, each scaled; a router with its own norm and scale; an embedding
+    # for each layer; in some layers a sliding window and another head length.
     "gemma4": Family("Gemma4ForCausalLM", {
         **WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2,
         "global_head_dim": 64, "hidden_size_per_layer_input": 16,
@@ -271,7 +276,7 @@ FAMILIES = {
         **{k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}, "q_lora_rank": 48,
         "n_shared_experts": 1,
     }, "glm"),
-    # Upstream takes the shared experts' width to be the one here over the heads of keys.
+    # Upstream sets the shared experts' width to this one divided by the number of key heads.
     "ernie4.5-moe": Family("Ernie4_5_MoeForCausalLM", {
         **SENTENCEPIECE_ENDS, "moe_intermediate_size": 96, "moe_num_experts": 8, "moe_k": 2,
         "moe_num_shared_experts": 2, "intermediate_size": 2 * 2 * 96,
@@ -286,7 +291,7 @@ FAMILIES = {
         **EIGHT_EXPERTS, **WINDOWED, "num_dense_layers": 1, "num_shared_experts": 1,
         "route_scale": 2.5, "mup_enabled": True,
     }, "qwen2"),
-    # Attention and experts side by side, and norms with a mean.
+    # Attention and experts in parallel, and norms that subtract the mean.
     "cohere2-moe": Family("Cohere2MoeForCausalLM", {
         **WINDOWED, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1,
         "tie_word_embeddings": True, "logit_scale": 1.0,
@@ -298,7 +303,7 @@ FAMILIES = {
             "hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2,
         },
     }, "llama3"),
-    # Attention to the tokens that an indexer chooses; here to all, since the text is short.
+    # Attention to tokens chosen by an indexer. This text is short, so all are chosen.
     "glm-dsa": Family("GlmMoeDsaForCausalLM", {
         **DEEPSEEK, **INDEXED, "mlp_layer_types": ["dense", "sparse", "sparse"], "q_lora_rank": 48,
     }, "glm"),
@@ -318,12 +323,12 @@ FAMILIES = {
         **EIGHT_EXPERTS, **WINDOWED, "layer_types": ["full_attention", *["sliding_attention"] * 3],
         "shared_expert_intermediate_size": 96, "moe_routed_scaling_factor": 2.5,
     }, "qwen2"),
-    # Short convolutions in the place of attention.
+    # Short convolutions instead of attention.
     "lfm2-moe": Family("Lfm2MoeForCausalLM", {
         **EIGHT_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"],
         "tie_word_embeddings": True,
     }, "qwen2"),
-    # Weights that multiply what goes into an expert.
+    # Gate weights multiply the input of an expert.
     "llama4": Family("Llama4ForCausalLM", {
         "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 1,
         "intermediate_size_mlp": 96, "interleave_moe_layer_step": 1, "head_dim": 32,
@@ -337,11 +342,12 @@ FAMILIES = {
         **EIGHT_ROUTED, **WINDOWED, "layer_types": ["full_attention", "sliding_attention"] * 2,
         "v_head_dim": 16,
     }, "qwen2", publish=as_mimo2),
-    # Layers of Mamba, of attention and of experts without a gate.
+    # Layers of Mamba, of attention, and of experts without a gate matrix.
     "nemotron-h": Family("NemotronHForCausalLM", {
         **EIGHT_ROUTED, "layers_block_type": ["mamba", "moe", "attention", "moe"], "head_dim": 32,
         "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 2,
-        "moe_shared_expert_intermediate_size": 96, "time_step_min": 1e-9,  # llama.cpp has no least
+        # llama.cpp has no minimum
+        "moe_shared_expert_intermediate_size": 96, "time_step_min": 1e-9,
     }, "llama3"),
     "solar-open": Family("SolarOpenForCausalLM", {
         **EIGHT_ROUTED, "head_dim": 32, "routed_scaling_factor": 2.5,
@@ -362,7 +368,8 @@ FAMILIES = {
 
 
 def randomise(model, seed=7):
-    """Weights that make every part count: unit gain, norms and biases that are not neutral."""
+    """Set random weights so that every part affects the logits: matrices with unit gain, norms and
+    biases that are not neutral."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, values in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Families' checkpoints in our engine."""
+"""Checkpoints of families, run in our engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ N_DECODE = 16
 
 @dataclass
 class Case:
-    """``logits`` [prompt + N_DECODE, vocab]: those of transformers; ``answer``: the
-    tokens behind the prompt."""
+    """A converted checkpoint with its reference results.
+
+    logits: those of transformers, [prompt + N_DECODE, vocab]. answer: the tokens after the prompt.
+    """
 
     packed: Path
     tokens: list[int]
@@ -30,11 +32,11 @@ class Case:
 
 
 def make_case(name, folder):
-    """A family's checkpoint, converted, and what transformers makes of it."""
+    """Convert a family's checkpoint and compute transformers' tokens and logits."""
     model = checkpoints.write_checkpoint(name, folder / "hf")
     packed = folder / "packed.gguf"
     report = convert(folder / "hf", packed, ["f32", "f16"], threads=1)
-    assert not report.warnings  # a good checkpoint has nothing to warn of
+    assert not report.warnings  # a good checkpoint causes no warnings
     tokens, answer = greedy(packed)
     theirs = checkpoints.their_tokens(name, folder / "hf", PROMPT)
     logits = checkpoints.reference_logits(model, tokens + answer)
@@ -42,7 +44,7 @@ def make_case(name, folder):
 
 
 def greedy(path):
-    """The prompt's tokens, and N_DECODE more."""
+    """The prompt's tokens, and the next N_DECODE tokens by greedy decoding."""
     with (
         Runtime.open(Config.build(model=path, ctx=64, threads=1)) as runtime,
         runtime.evaluator() as e,
@@ -55,7 +57,7 @@ def greedy(path):
 
 
 def our_logits(path, tokens, answer, **options):
-    """Logits [tokens + answer, vocab]: the prompt in one step, then one token a step."""
+    """Logits [tokens + answer, vocab]: the prompt in one step, then one token per step."""
     config = Config.build(
         model=path, ctx=256, threads=1, logits_all=True, use_extra_bufts=False, **options
     )
@@ -68,7 +70,7 @@ def our_logits(path, tokens, answer, **options):
 
 
 def managed_logits(path, tokens, answer, tier=None):
-    """With room for a part of the experts."""
+    """Logits with expert slots of 1 MiB, which hold only some of the experts."""
     return our_logits(path, tokens, answer, policy="lru", high_tier=tier, expert_ram=1 << 20)
 
 

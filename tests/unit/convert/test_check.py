@@ -1,4 +1,5 @@
-"""`moe-edge check` on converted families: every run gives llama.cpp's bits, within its promise."""
+"""`moe-edge check` on converted families: every run equals llama.cpp bit for bit and uses at most
+the planned memory."""
 
 import os
 
@@ -9,12 +10,12 @@ from orchestrator.lab.check import CheckOptions, examine
 
 from .families import FAMILIES
 
-# Read here: each test gets an environment without such variables.
+# Read at import, because the environment of each test lacks variables of this kind.
 ALL = bool(os.environ.get("MOE_EDGE_SLOW"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_good(name, case, monkeypatch):
+def test_check_finds_no_problem_in_a_family(name, case, monkeypatch):
     if not ALL and name != "gpt-oss":
         pytest.skip("starts nine processes: set MOE_EDGE_SLOW=1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")

@@ -9,26 +9,27 @@ from gguf_tools.verify import verify
 from .families import FAMILIES
 from .running import managed_logits, our_logits
 
-# In standard deviations of the logits, the largest error. float32 throughout: only the order of
-# sums differs (3e-5 measured), in linear attention upstream's way to compute it (6e-4), and what is
-# rounded before GELU may be rounded the other way (1.5e-3).
+# Limits of the largest error, in standard deviations of the logits. Everything is float32, so only
+# the order of sums differs (3e-5 measured). Upstream computes linear attention in another way
+# (6e-4), and rounding before GELU may differ (1.5e-3).
 EXACT = 2e-4
 OTHERWISE = {"qwen3-next": 2e-3, "qwen3.5-moe": 2e-3, "gemma4": 5e-3}
-# As people run it, root mean square: ggml rounds activations to half precision before it
-# multiplies F16 weights, and keeps keys and values in it. Now and then that turns a close choice
-# of experts, so the largest error says little.
+# Limit of the root mean square error with default settings. ggml rounds activations to half
+# precision before it multiplies F16 weights, and stores keys and values in half precision.
+# Sometimes this changes a close choice of experts, so the largest error says little.
 HALF = 0.1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_theirs(name, case):
+def test_tokens_equal_the_original_tokenizers(name, case):
     made = case(name)
     assert made.tokens == made.their_tokens
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_theirs(name, case, float32_attention):
-    """Over the prompt and 16 decoded tokens, with room for a part of the experts."""
+def test_logits_equal_those_of_transformers(name, case, float32_attention):
+    """The logits of the prompt and of 16 decoded tokens agree, with some of the experts
+    resident."""
     made = case(name)
     assert 0.3 < made.logits.std() < 30
     float32_attention()
@@ -39,7 +40,8 @@ def test_logits_are_theirs(name, case, float32_attention):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_f16_tier_is_near_and_exports(name, case, tmp_path):
-    """As people run it; and the tier alone, in the plain path, gives the same bits."""
+    """With default settings, the logits are close to transformers'. The exported tier gives the
+    same bits on llama.cpp's own path."""
     made = case(name)
     found = managed_logits(made.packed, made.tokens, made.answer, "f16")
     assert np.sqrt(np.mean((found - made.logits) ** 2)) < HALF * made.logits.std()
@@ -48,7 +50,7 @@ def test_f16_tier_is_near_and_exports(name, case, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_file_is_sound(name, case):
+def test_the_converted_file_passes_verify(name, case):
     report = verify(case(name).packed, threads=1)
     assert report.problems == []
     assert report.tiers == ["f32", "f16"]

@@ -18,7 +18,7 @@ NAME = "qwen3-moe"
 
 
 def imatrix_of(model):
-    """Made-up importance; the first expert saw too little."""
+    """Random importance. Expert 0 has too few tokens."""
     rng = np.random.default_rng(4)
     entries = {}
     for layer, il in enumerate(model.layer_ids):

@@ -1,4 +1,5 @@
-"""What is wrong with a checkpoint, in one sentence; and that nothing is left behind."""
+"""Damaged and unusual checkpoints: convert refuses them in one sentence and leaves no files, or
+converts them with a note."""
 
 import json
 import os
@@ -38,14 +39,14 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A copy of it to damage."""
+    """A copy of the checkpoint, to be damaged."""
     copy = tmp_path / "checkpoint"
     shutil.copytree(whole, copy)
     return copy
 
 
 def said(folder, *options, out=None):
-    """The one sentence with which convert refuses a folder."""
+    """Run convert, which must fail, and return its single sentence."""
     out = out or folder.parent / "out.gguf"
     result = run("convert", folder, out, *(options or TIERS))
     assert isinstance(result.exception, SystemExit), result.exception
@@ -101,14 +102,14 @@ def config(**changes):
 
 
 def text(name, content, encoding="utf-8"):
-    """A file of the folder says this; None: it is gone."""
+    """Replace the text of a file, or delete it if content is None."""
     if content is None:
         return lambda folder: (folder / name).unlink()
     return lambda folder: (folder / name).write_text(content, encoding)
 
 
 def shard(number, change):
-    """One file of weights holds other bytes; None: it is gone."""
+    """Change the bytes of one weight file, or delete it if `change` returns None."""
 
     def damage(folder):
         path = shards(folder)[number]
@@ -119,7 +120,7 @@ def shard(number, change):
 
 
 def tensors(change):
-    """All weights in one file, changed."""
+    """Put all weights into one file and change them."""
 
     def damage(folder):
         found = {name: value for path in shards(folder) for name, value in load_file(path).items()}
@@ -131,14 +132,14 @@ def tensors(change):
 
 
 def put(name, value, at=None):
-    """A tensor takes this value, or has it in one place."""
+    """Set a tensor, or one of its elements."""
     if at is None:
         return tensors(lambda found: found.update({name: value}))
     return tensors(lambda found: found[name].__setitem__(at, value))
 
 
 def headed(n_bytes, rest):
-    """A file that says that its header is so long."""
+    """Set the length of the header that the file declares, and its rest."""
     return lambda data: n_bytes.to_bytes(8, "little") + rest
 
 
@@ -147,7 +148,7 @@ def rope(**parameters):
 
 
 def nvfp4(missing, own=("weight", "weight_scale", "weight_scale_2")):
-    """One matrix in NVFP4, without one of its tensors."""
+    """Store one matrix in NVFP4 without one of its tensors."""
 
     def damage(folder):
         base = EXPERT.removesuffix("weight")
@@ -166,7 +167,7 @@ def fp8_without_scale(folder):
 
 
 def _of_other_types(folder, left_out, made):
-    """All weights in one file, but one, and zeros of these types and shapes."""
+    """Put all weights except one into one file, and add zeros of these types and shapes."""
     found = {name: value for path in shards(folder) for name, value in torch_load(path).items()}
     no_weights(folder)
     del found[left_out]
@@ -184,7 +185,7 @@ def written_by_mlx(folder):
 BY_BITSANDBYTES = "quantized by bitsandbytes .*: convert the original, unquantized checkpoint"
 BY_MLX = "written by Apple's MLX .*: convert the original, unquantized checkpoint"
 NOT_FINITE = ": a value is not finite"
-# name: what is done to a checkpoint, and what the sentence has, as a regular expression.
+# name: (change of the checkpoint, regular expression that the sentence must match)
 SHARD = r"model-0000{}-of-\d+\.safetensors: "
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 FAULTS = {
@@ -306,7 +307,7 @@ def test_a_damaged_checkpoint(folder, name):
     assert len(found) < 500
 
 
-# Types of tensors by name, with all scales that they need.
+# Types of tensors by name, with all required scales.
 @cases(
     "dtypes",
     {"a.weight": "U8", "a.weight_scale": "F8_E4M3", "a.weight_scale_2": "F32"},
@@ -317,14 +318,14 @@ def test_a_damaged_checkpoint(folder, name):
     {"a.weight": "F8_E5M2", "a.qscale_weight": "F32"},
     {"a.weight": "BF16", "a.bias": "F32"},
 )
-def test_scales_that_are_there(tmp_path, dtypes):
+def test_weights_with_all_scales_are_accepted(tmp_path, dtypes):
     settings = {"quantization_config": {"quant_method": "fp8"}}
     check_quantization(tmp_path, settings, dtypes, is_mlx=False)
     check_quantization(tmp_path, {"text_config": settings}, dtypes, is_mlx=False)
 
 
 def converted(folder, out):
-    """(metadata of the model, what was said besides what was written)."""
+    """(metadata of the converted model, notes that were printed)."""
     result = run("convert", folder, out, *TIERS)
     assert result.exit_code == 0, result.output
     with GGUFFile.open(out) as file:
@@ -337,7 +338,7 @@ NO_FIELDS = "README.md: the metadata is not copied: {}"
 BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab", "bc", strict=True))
 
 
-# Front matter; the metadata that comes of it, None where the key is absent; and the note.
+# (front matter, key, its value in the model or None if absent, part of the note)
 @cases(
     "text, key, value, note",
     (FRONT.format("license: mit"), "license", "mit", ""),
@@ -377,7 +378,7 @@ BOMB = "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("ab", 
     ),
 )
 def test_odd_front_matter_is_left_out(whole, tmp_path, text, key, value, note):
-    """One note names the file, and the model is written."""
+    """The model is written, and one note names the file."""
     shutil.copytree(whole, tmp_path / "hf")
     data = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "hf" / "README.md").write_bytes(data)
@@ -401,8 +402,8 @@ def test_front_matter_without_an_end(folder, tmp_path, monkeypatch):
     ({"chat_template.json": '{"chat_template": "other"}'}, "old"),
     ({}, "old"),
 )
-def test_a_template_in_a_file_of_its_own_wins(folder, tmp_path, files, template):
-    """As in transformers, over the one in tokenizer_config.json."""
+def test_a_template_in_its_own_file_takes_precedence(folder, tmp_path, files, template):
+    """chat_template.jinja takes precedence over tokenizer_config.json, as in transformers."""
     change_json(folder / "tokenizer_config.json", chat_template="old")
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -411,7 +412,7 @@ def test_a_template_in_a_file_of_its_own_wins(folder, tmp_path, files, template)
     assert metadata["tokenizer.chat_template"] == template and not said
 
 
-def test_further_templates_are_kept_beside_it(folder, tmp_path):
+def test_additional_templates_are_kept(folder, tmp_path):
     change_json(folder / "tokenizer_config.json", chat_template="old")
     (folder / "chat_template.jinja").write_text("new")
     (folder / "additional_chat_templates").mkdir()
@@ -440,7 +441,7 @@ def test_a_rope_type_that_is_known(folder, tmp_path, parameters, note):
 
 
 def test_a_warning_of_upstreams_reaches_the_user(folder, tmp_path):
-    """Once, and in no other place."""
+    """The warning is printed exactly once, as a note."""
     change_json(folder / "tokenizer_config.json", chat_template=5)
     _, said = converted(folder, tmp_path / "out.gguf")
     assert said.startswith("Note: ") and len(said.splitlines()) == 1
@@ -473,7 +474,7 @@ def test_code_of_a_checkpoint_runs_only_when_asked_for(tmp_path):
     assert trace.exists()
 
 
-def test_a_source_that_is_no_checkpoint_of_experts(tmp_path):
+def test_sources_that_are_not_a_checkpoint_with_experts(tmp_path):
     assert "does not exist" in said(tmp_path / "none")
     (tmp_path / "text.txt").write_text("x")
     assert "not a folder" in said(tmp_path / "text.txt")

@@ -1,4 +1,4 @@
-"""`kill -9` at any moment of a conversion: a file with the final name is whole."""
+"""A conversion that is killed (SIGKILL) at any point: a file with the final name is complete."""
 
 from killing import check_model_at_twenty_deaths
 
@@ -6,7 +6,8 @@ from gguf_tools.convert import convert
 
 from . import checkpoints
 
-# Upstream's converter and torch come before the first byte: most moments shall be behind it.
+# Upstream's converter and torch load before the first byte is written. Most kills should happen
+# after that.
 OURS = tuple(
     f"gguf_tools.{name}"
     for name in (
@@ -24,5 +25,5 @@ def test_killed_at_twenty_moments(tmp_path):
     def work():
         convert(tmp_path / "hf", out, ["f16", "q8_0"], threads=2)
 
-    work()  # loads what a child should not have to
+    work()  # loads modules before the child processes are forked
     check_model_at_twenty_deaths(work, out, OURS, seed=3)

@@ -1,4 +1,4 @@
-"""Parts of upstream's lazy tensors equal the same parts of the whole."""
+"""Parts of upstream's lazy tensors equal the same parts of the whole tensor."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ N_EXPERT, ROWS, N = 5, 6, 8
 
 
 class Files:
-    """Lazy tensors over a safetensors file; ``read`` counts the loads of each."""
+    """Lazy tensors of a safetensors file. `read` records the name at each load."""
 
     def __init__(self, folder, base, gguf):
         generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def test_parts_are_parts_of_the_whole(files, name):
     two = (slice(4, 5), slice(1, 4)), (slice(1, 2), slice(5, 6))
     for cuts in ((slice(2, 3),), (slice(0, 5),), *two):
         np.testing.assert_array_equal(lazy.compute(whole.numpy(), cuts), expected[cuts])
-    assert whole._data is None  # nothing stays in the graph
+    assert whole._data is None  # the graph keeps no data
 
 
 def test_an_expert_is_computed_alone(files):

@@ -1,5 +1,5 @@
-"""What the next routers of converted families are predicted to choose (DyMoE eq. 6), against numpy:
-the gating functions, biases and groups that real models have."""
+"""Predicted choices of the next routers (DyMoE eq. 6) for converted families, compared with numpy:
+gating functions, biases and groups of real models."""
 
 import numpy as np
 import pytest
@@ -18,5 +18,5 @@ GATINGS = {
 
 
 @pytest.mark.parametrize("name", GATINGS)
-def test_the_next_routers_are_asked(name, case):
+def test_predictions_equal_the_next_routers_choices(name, case):
     routers.check(case(name).packed, TOKENS, GATINGS[name])

@@ -1,4 +1,4 @@
-"""A checkpoint whose experts are in MXFP4 already, as gpt-oss is published."""
+"""A checkpoint whose experts are already in MXFP4, as gpt-oss is published."""
 
 import json
 
@@ -19,15 +19,15 @@ from gguf_tools.verify import verify
 
 from . import checkpoints
 
-# What the sixteen codes stand for: one sign, two exponent and one fraction bit.
+# Values of the sixteen codes: one sign bit, two exponent bits and one fraction bit.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 BIAS = 127
 
 
 def published(folder):
-    """Rewrites a checkpoint's experts as blocks and scales; the values that they stand for, by
-    name, [experts, rows, row length]."""
+    """Rewrite a checkpoint's experts as blocks and scales. Returns their values by name, [experts,
+    rows, row length]."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     rng = np.random.default_rng(5)
@@ -49,7 +49,7 @@ def published(folder):
 
 
 def test_experts_keep_their_bits(tmp_path):
-    """The best tier holds the checkpoint's own numbers, lower ones are made from them."""
+    """The best tier has exactly the checkpoint's values, and lower tiers are made from them."""
     checkpoints.write_checkpoint("gpt-oss", tmp_path / "hf")
     values = published(tmp_path / "hf")
     out = tmp_path / "out.gguf"

@@ -1,4 +1,4 @@
-"""Pre-tokenizers by their rules."""
+"""Pre-tokenizers are recognised by their rules in tokenizer.json."""
 
 import json
 
@@ -39,8 +39,8 @@ def rules(pre, kind="BPE", normalizer=None):
     ("{", None),
     ("", None),
 )
-def test_rules(content, expected, tmp_path):
-    """A text stands for a file of it, an empty one for none."""
+def test_pre_tokenizers_are_recognised_by_their_rules(content, expected, tmp_path):
+    """content: JSON or text of tokenizer.json; an empty text means no file."""
     if content != "":
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "tokenizer.json").write_text(text)

@@ -1,7 +1,7 @@
-"""Checkpoints in bf16 with tied embeddings and odd sizes, against transformers.
+"""Checkpoints in bf16 with tied embeddings and odd sizes, compared with transformers.
 
-In float32 nothing may differ but the order of sums. In bf16, as people run it, activations are
-rounded before products; transformers' own bf16 says how far from float32 that leads.
+In float32 only the order of sums may differ. In bf16 activations are rounded before products. The
+limit is the distance of transformers' own bf16 from float32.
 """
 
 from dataclasses import replace
@@ -28,14 +28,14 @@ MORE = {
     "olmoe": {},
     "deepseek-v2": {"moe_intermediate_size": 88},
 }
-# llama.cpp loads these only with an output matrix of their own.
+# llama.cpp loads these only with a separate output matrix.
 COPIED = ("qwen2-moe", "olmoe", "dots1", "minimax-m2", "gpt-oss", "phi-moe")
 TOKENS, ANSWER = list(range(7, 39)), list(range(200, 216))
 
 
 def write(name, folder, **config):
-    """A bf16 checkpoint in folder/hf, and the same weights as float32 in folder/hf32, of which the
-    converter makes float32 throughout; the model in float32."""
+    """Write a bf16 checkpoint to folder/hf and the same weights as float32 to folder/hf32. Returns
+    the model in float32. The converter makes a pure float32 model of the second one."""
     family = replace(FAMILIES[name], config={**FAMILIES[name].config, **config})
     model = family.build()
     for kind, dtype in (("hf", torch.bfloat16), ("hf32", torch.float32)):
@@ -48,14 +48,14 @@ def write(name, folder, **config):
 
 
 def with_parameters(model, dtype):
-    """Changes the weights alone: rope's frequencies are a buffer, and stay in float32, as where a
-    checkpoint is loaded."""
+    """Convert only the weights. Rope frequencies are a buffer and stay in float32, as in a loaded
+    checkpoint."""
     for values in model.parameters():
         values.data = values.data.to(dtype)
 
 
 def rms(found, expected):
-    """In standard deviations of the logits."""
+    """Root mean square difference in standard deviations of the logits."""
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
@@ -77,7 +77,7 @@ def test_odd_sizes_and_tied_embeddings(name, tmp_path, float32_attention):
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_tied_where_llama_cpp_wants_two_matrices(name, tmp_path):
+def test_tied_embeddings_for_architectures_with_an_output_matrix(name, tmp_path):
     model = write(name, tmp_path, tie_word_embeddings=True)
     exact = checkpoints.reference_logits(model, TOKENS + ANSWER)
     convert(tmp_path / "hf", tmp_path / "f16.gguf", ["f16"], threads=1)

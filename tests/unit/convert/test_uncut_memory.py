@@ -1,4 +1,5 @@
-"""Models whose memory cannot be cut go back to checkpoints, so that no prompt is read twice."""
+"""Models whose memory of a sequence cannot be cut (recurrent or sliding window) return to
+checkpoints, so prompts are not read twice."""
 
 import hashlib
 import json
@@ -23,8 +24,8 @@ MIB = 2**20
 
 @contextmanager
 def serving(made, **settings):
-    """A runtime with a family's model. The function that it yields asks it with tokens, and returns
-    how many of them were read and the tokens of the answer."""
+    """A runtime with a family's model. Yields a function that answers a prompt of tokens and
+    returns (number of tokens read, tokens of the answer)."""
     usual = {"policy": "lru", "high_tier": "f16", "expert_ram": MIB, "cache_ram": 16 * MIB}
     config = Config.build(model=made.packed, ctx=512, threads=1, **{**usual, **settings})
     with Runtime.open(config, answering=Answering()) as runtime:
@@ -38,11 +39,11 @@ def serving(made, **settings):
 
 
 @UNCUT
-def test_turns_and_other_conversations(name, case):
+def test_each_turn_reads_only_its_new_tokens(name, case):
     with serving(case(name)) as ask:
         first = FIRST + ask(FIRST)[1]
-        assert ask(first + QUESTION[:30])[0] == 31  # the last token of an answer is not read
-        assert ask(first + QUESTION[:30])[0] <= 5  # the same again
+        assert ask(first + QUESTION[:30])[0] == 31  # the last token of an answer was not evaluated
+        assert ask(first + QUESTION[:30])[0] <= 5  # the same request again
         assert ask(first + ANOTHER[:20])[0] <= 22  # an edited last message
         assert ask(OTHER)[0] == 100
         assert ask(first + ANOTHER[:20])[0] <= 5
@@ -50,10 +51,10 @@ def test_turns_and_other_conversations(name, case):
 
 
 @UNCUT
-def test_going_back_gives_the_answer_of_a_straight_way(name, case, tmp_path):
+def test_returning_to_a_checkpoint_does_not_change_the_answer(name, case, tmp_path):
     def likely(ask, prompt):
-        found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=3)
-        return found["tokens"], found["completion_probabilities"]
+        found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=1)
+        return [(each["id"], each["logprob"]) for each in found["completion_probabilities"]]
 
     with serving(case(name)) as ask:
         prompt = FIRST + ask(FIRST)[1] + QUESTION[:30]
@@ -65,15 +66,15 @@ def test_going_back_gives_the_answer_of_a_straight_way(name, case, tmp_path):
 
 
 @UNCUT
-def test_a_step_that_failed_changes_no_later_answer(name, case, monkeypatch):
-    """A recurrent memory cannot drop the failed tokens: it returns to a checkpoint or restarts."""
+def test_a_failed_step_changes_no_later_answer(name, case, monkeypatch):
+    """A recurrent memory cannot drop the failed tokens. It returns to a checkpoint or restarts."""
     long, answers = FIRST + QUESTION + ANOTHER, []
     for fails in (False, True):
         with serving(case(name), policy="dymoe", ubatch=64) as ask:
             ask(FIRST)
             inside = ask.runtime.inside
             if fails:
-                calls = iter([None] * inside.model.n_layers)  # the first micro-batch is good
+                calls = iter([None] * inside.model.n_layers)  # only the first micro-batch succeeds
 
                 def failing(*_, calls=calls, decide=inside.policy.decide):
                     next(calls)
@@ -95,10 +96,12 @@ def test_without_memory_for_checkpoints_all_is_read_again(case):
 
 @pytest.mark.parametrize("name", [*RECURRENT, "gpt-oss", "llama4"])
 def test_a_conversation_goes_on_after_a_restart(name, case, tmp_path):
-    """A file holds the end of an answer. A short prompt is written only at the end of the run."""
+    """After a restart, only the new tokens are read, and the answer is the same. The file of a
+    short prompt is written only at the end of the run."""
 
     def answers(*prompts, **settings):
-        """(read tokens of the last prompt, its answer's tokens, their log-probabilities)"""
+        """(number of tokens read for the last prompt, tokens of its answer, their
+        log-probabilities)"""
         with serving(case(name), cache_ram=0, **settings) as ask:
             for prompt in prompts:
                 found = answered(ask.runtime, prompt, 4, ignore_eos=True, n_probs=1)
@@ -112,13 +115,15 @@ def test_a_conversation_goes_on_after_a_restart(name, case, tmp_path):
     expected = answers(FIRST, then)
     found = answers(then, prompt_cache=tmp_path)
     assert found[:2] == (31, expected[1])
-    # Without a restart llama.cpp reads such a prompt anew if one of its chunks has all of it.
+    # Without a restart, llama.cpp reads such a prompt again if one attention chunk contains all of
+    # it.
     assert found == expected or name == "llama4"
 
 
 @UNCUT
 def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
-    """An edited last message after a restart: read from the end of the answer before it."""
+    """After a restart with an edited last message, reading starts at the end of the previous
+    answer."""
     with serving(case(name)) as ask:
         first = FIRST + ask(FIRST)[1]
         ask(first + QUESTION[:30])
@@ -131,15 +136,17 @@ def test_checkpoints_are_kept_in_a_file(name, case, tmp_path):
     (path,) = tmp_path.iterdir()
     with serving(case(name), prompt_cache=tmp_path) as ask:
         n_read, said = ask(first + ANOTHER)
-        # Memory with windows can be cut where its keys are still there; a file lacks older ones.
+        # Memory with a sliding window can be cut only at positions whose keys still exist. A file
+        # lacks older keys.
         assert said == expected[1] and n_read <= expected[0] + 2 * (name == "gpt-oss")
-    with serving(case(name), prompt_cache=tmp_path, cache_ram=0) as ask:  # no checkpoint is used
+    # without memory for checkpoints
+    with serving(case(name), prompt_cache=tmp_path, cache_ram=0) as ask:
         assert ask(first + ANOTHER[:50])[0] == len(first) + 50
         assert path.exists()
 
 
 def without_positions(path):
-    """Rewrites a file in the first layout, whose marks do not name the positions they cover."""
+    """Rewrite a file in the first format, whose marks do not name the positions that they cover."""
     data, footer = path.read_bytes(), prompt_copies._FOOTER
     state_end, n, _, magic = footer.unpack(data[-footer.size :])
     end = len(data) - footer.size
@@ -153,7 +160,8 @@ def without_positions(path):
 
 @UNCUT
 def test_marks_of_earlier_files_are_used(name, case, tmp_path):
-    """They do not say which positions they cover."""
+    """Files of the first format are used although their marks do not say which positions they
+    cover."""
     with serving(case(name), prompt_cache=tmp_path) as ask:
         first = FIRST + ask(FIRST)[1]
         ask(first + QUESTION[:30])
@@ -169,9 +177,10 @@ def test_marks_of_earlier_files_are_used(name, case, tmp_path):
 
 
 @UNCUT
-def test_an_answer_that_is_taken_out_costs_nothing_before_it(name, case):
-    """As templates do that leave out the reasoning of earlier answers."""
+def test_removing_an_answer_keeps_the_prompt_before_it(name, case):
+    """If an answer is removed, as by chat templates that leave out earlier reasoning, the prompt
+    before it is not read again."""
     with serving(case(name)) as ask:
         ask(FIRST, n_predict=40)
         assert ask(FIRST + ANOTHER[:20])[0] <= 21
-        assert ask(FIRST + ANOTHER[:20])[0] <= 5  # the same again
+        assert ask(FIRST + ANOTHER[:20])[0] <= 5  # the same request again

@@ -1,4 +1,4 @@
-"""What we write, in upstream's own library and tools, built without our patches."""
+"""Our files in upstream's library and tools, built without our patches."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from .running import managed_logits, our_logits
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "moe-edge-demo.gguf"
 PLAIN = ("q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "iq4_xs", "iq4_nl", "q4_0", "q5_1")
-# The demo's own words, so that each expert sees some.
+# The demo's own texts, so that each expert gets tokens.
 TEXT = (DEMO.parent / "conversations.txt").read_text()[:20000]
 FOUND = unpatched.find()
 pytestmark = pytest.mark.skipif(
@@ -37,7 +37,7 @@ def upstream():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The demo model's most precise tier, as an ordinary GGUF."""
+    """The demo model's best tier as an ordinary GGUF."""
     path = tmp_path_factory.mktemp("source") / "q8.gguf"
     export(DEMO, path, "q8_0")
     return path
@@ -52,7 +52,7 @@ def text(source):
 
 @pytest.fixture(scope="module")
 def ours(source, text):
-    """An importance matrix of ours."""
+    """An importance matrix computed by moe-edge."""
     out = source.with_name("ours.gguf")
     save_imatrix(Method("imatrix", text, threads=1), source, out, lambda _: None)
     return out
@@ -60,7 +60,8 @@ def ours(source, text):
 
 @pytest.fixture(scope="module")
 def theirs(upstream, source, text):
-    """theirs(suffix): one of llama-imatrix, as gguf or in the format before it, dat."""
+    """theirs(suffix): an importance matrix by llama-imatrix, in GGUF or in the older format
+    "dat"."""
 
     def make(suffix):
         out = source.with_name(f"theirs.{suffix}")
@@ -74,7 +75,7 @@ def theirs(upstream, source, text):
 
 
 def experts(path):
-    """(name, type, bytes) of each expert tensor."""
+    """Yield (name, type, bytes) of each expert tensor."""
     with GGUFFile.open(path) as file:
         for info in file.tensors.values():
             if parse_expert_name(info.name) is not None:
@@ -96,8 +97,9 @@ def quantized(upstream, source, out, tier, imatrix=None):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_runs_there(name, case, tmp_path, upstream):
-    """The exported tier gives there, bit for bit, what the packed file gives here, managed."""
+def test_exported_families_give_the_same_bits_upstream(name, case, tmp_path, upstream):
+    """The exported tier in upstream's library equals the packed file with a store here, bit for
+    bit."""
     made = case(name)
     export(made.packed, tmp_path / "f16.gguf", "f16")
     found = upstream.logits(tmp_path / "f16.gguf", made.tokens, made.answer)
@@ -106,7 +108,7 @@ def test_every_family_runs_there(name, case, tmp_path, upstream):
 
 
 @pytest.mark.parametrize("tier", ["q8_0", "q4_k", "q2_k"])
-def test_every_tier_of_the_demo_runs_there(tier, tmp_path, upstream):
+def test_exported_tiers_of_the_demo_give_the_same_bits_upstream(tier, tmp_path, upstream):
     export(DEMO, tmp_path / "one.gguf", tier)
     tokens, answer = list(range(5, 45)), list(range(300, 316))
     found = upstream.logits(tmp_path / "one.gguf", tokens, answer)
@@ -116,7 +118,7 @@ def test_every_tier_of_the_demo_runs_there(tier, tmp_path, upstream):
 
 
 @pytest.mark.parametrize("tier", PLAIN)
-def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstream):
+def test_tiers_equal_those_of_llama_quantize(tier, source, tmp_path, upstream):
     mine = packed(source, tmp_path / "mine.gguf", tier)
     other = quantized(upstream, source, tmp_path / "other.gguf", tier)
     assert list(experts(mine)) == list(experts(other))
@@ -128,10 +130,10 @@ def test_plain_tiers_are_those_of_llama_quantize(tier, source, tmp_path, upstrea
     ("llama-imatrix", "q2_k"),
     ("llama-imatrix, the older format", "q2_k"),
 )
-def test_weighed_tiers_are_those_of_llama_quantize(
+def test_tiers_by_importance_equal_those_of_llama_quantize(
     made_by, tier, source, ours, theirs, tmp_path, upstream
 ):
-    """Both take each other's importance matrices, and make the same bytes with them."""
+    """Both programs read each other's importance matrices and write the same bytes."""
     imatrix = ours if made_by == "us" else theirs("dat" if "older" in made_by else "gguf")
     mine = packed(source, tmp_path / "mine.gguf", tier, imatrix)
     other = quantized(upstream, source, tmp_path / "other.gguf", tier, imatrix)
@@ -139,7 +141,8 @@ def test_weighed_tiers_are_those_of_llama_quantize(
 
 
 def test_importance_is_that_of_llama_imatrix(ours, theirs):
-    """Of the same text, but for the end of it, which is shorter than a window."""
+    """The mean importance of the same text differs by at most 2 %. The programs differ in their use
+    of the end of the text, which is shorter than a window."""
     mine, other = read_imatrix(ours), read_imatrix(theirs("gguf"))
     for name, entry in mine.entries.items():
         mean = entry.sums.sum() / entry.counts.sum()

@@ -1,4 +1,4 @@
-"""The tests here share what quality is judged on."""
+"""Shared fixtures of quality tests."""
 
 from judged import choices, model, text
 

@@ -1,4 +1,4 @@
-"""The figures against plain definitions."""
+"""Statistics of evaluation, compared with their definitions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Texts and questions from files, and what is wrong with them in one sentence."""
+"""Texts and questions from files, and errors of one sentence for bad ones."""
 
 import json
 import lzma
@@ -19,7 +19,7 @@ from orchestrator.lab.eval.text import (
 
 
 class Letters:
-    """An engine whose tokens are characters; begin: the begin token, where there is one."""
+    """An engine whose tokens are characters. begin: list with the begin token, or empty."""
 
     def __init__(self, begin):
         self.begin, self.n_ctx = begin, 1 << 20
@@ -140,7 +140,7 @@ def test_bad_questions(tmp_path, change, message):
 
 
 class Words:
-    """A tokenizer of words of four characters, which counts what it gets."""
+    """A tokenizer with words of four characters that counts the characters it gets."""
 
     def __init__(self):
         self.n_characters = 0
@@ -165,7 +165,7 @@ def test_no_more_of_a_long_text_is_read_than_its_tokens_need(tmp_path, prompt):
     assert len(documents[0].text) < 80_000 and tokenizer.n_characters < 30_000
 
 
-def test_a_dense_text_is_taken_apart_until_there_are_enough_tokens(tmp_path):
+def test_a_text_with_few_tokens_is_read_until_there_are_enough(tmp_path):
     class Sparse(Words):
         def tokenize(self, text):
             self.n_characters += len(text)
@@ -184,6 +184,6 @@ def test_no_more_lines_are_read_than_their_tokens_need(tmp_path):
         read_documents(path)
 
 
-def test_what_has_no_checksum_is_nothing_to_calibrate_on():
+def test_a_device_is_refused_for_calibration():
     with pytest.raises(ConfigError, match="/dev/zero is not a regular file"):
         read_calibration(Words().tokenize, Path("/dev/zero"))

@@ -1,4 +1,4 @@
-"""Judging with the real e, on a random-weight model of a few megabytes."""
+"""Evaluation with the real engine and a random-weight model of a few megabytes."""
 
 import json
 
@@ -39,8 +39,9 @@ def test_rows_are_the_engines_logits(model):
     assert np.corrcoef(rows.ravel(), whole.ravel())[0, 1] > 0.999
 
 
-def test_rows_of_a_prompt_stay_where_they_are(model):
-    """A copy of a window's logits is hundreds of MiB where the vocabulary is large."""
+def test_rows_of_a_prompt_are_not_copied(model):
+    """Rows are views of the context's logits. With a large vocabulary, a copy would take hundreds
+    of MiB."""
     with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
         tokens = e.tokenize("The fox sat by the river and looked. " * 10)[:101]
         rows = Judge(e, prefill=True).rows(tokens, 3)
@@ -52,7 +53,7 @@ def test_rows_of_a_prompt_stay_where_they_are(model):
     assert np.array_equal(found, np.concatenate(parts)[2:])
 
 
-def test_a_known_beginning_is_not_read_again(model, monkeypatch):
+def test_a_known_prefix_is_not_read_again(model, monkeypatch):
     with open_engine(model, policy="lru", high_tier="q8_0") as runtime, runtime.evaluator() as e:
         one = e.tokenize("The fox sat by the river and looked.")
         two = one[:5] + one[2:6]
@@ -96,7 +97,7 @@ def test_too_long_a_context_loses_its_oldest_tokens(model):
         assert np.array_equal(long[0], short.continuation(kept, choice)[0])
 
 
-def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(model, text, choices):
+def test_kl_of_the_best_tier_is_zero_and_of_a_low_one_positive(model, text, choices):
     same = evaluate(model, "--text", str(text), "--kl", "--policy", "lru", "--high-tier", "q8_0")
     assert same["text"]["kl"][0] == pytest.approx(0, abs=1e-6)
     assert same["text"]["top1"][0] == 1
@@ -109,7 +110,7 @@ def test_the_best_tier_is_no_distance_from_itself_and_a_low_one_is(model, text, 
     assert low["form"] == "decode"
 
 
-def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model, text):
+def test_exact_tiers_compute_the_decided_tiers_with_any_memory(model, text):
     two = ("--policy", "dymoe", "--high-tier", "q4_k", "--low-tier", "q2_k", "--retention", "0.5")
     runs = [
         evaluate(model, "--text", str(text), *two, *memory)
@@ -124,7 +125,7 @@ def test_exact_tiers_compute_what_was_decided_whatever_the_memory(model, text):
     assert not reused["exact_tiers"]
 
 
-# The second one is what it was called, for scripts.
+# --tokens is the old name, kept for scripts.
 @pytest.mark.parametrize("option", ["--max-tokens", "--tokens"])
 def test_the_plain_path_has_no_store_to_report(model, text, option):
     result = evaluate(model, "--text", str(text), option, "20", "--prefill")

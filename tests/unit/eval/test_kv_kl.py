@@ -1,4 +1,4 @@
-"""What is measured by --kl: against which tier, with keys and values in 16 bits."""
+"""--kl compares with the named tier, with keys and values in 16 bits."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from orchestrator.lab.eval import EvalOptions, evaluate
 
 
 def asked(model, folder, kl_from=None, **settings):
-    """An evaluation of a short text, with its distance from another precision."""
+    """(configuration, options) for the evaluation of a short text with --kl."""
     text = folder / "text.txt"
     text.write_text("some words of a text, " * 20)
     usual: dict[str, Any] = {"ctx": 128, "threads": 1, "policy": "lru", "expert_ram": 2**22}
@@ -20,7 +20,7 @@ def asked(model, folder, kl_from=None, **settings):
 
 
 @pytest.mark.parametrize(("kv", "least", "most"), [("f16", -1e-7, 1e-7), ("q8_0", 1e-6, 0.05)])
-def test_the_distance_is_from_16_bits(library, tiny_model, tmp_path, kv, least, most):
+def test_kl_is_relative_to_16_bit_keys_and_values(library, tiny_model, tmp_path, kv, least, most):
     model = tiny_model("qwen3moe", "q8_0", "q4_k")
     config, options = asked(model, tmp_path, kv=kv, high_tier="q8_0")
     result = evaluate(config, options, lambda _what, _share: None)
@@ -32,7 +32,7 @@ def test_the_distance_is_from_16_bits(library, tiny_model, tmp_path, kv, least, 
     ("high", "kl_from", "least", "most"),
     [("q4_k", "q4_k", -1e-7, 1e-7), ("q4_k", None, 1e-6, 0.5), ("q8_0", "Q4_K", 1e-6, 0.5)],
 )
-def test_the_distance_is_from_the_tier_that_is_named(
+def test_kl_is_relative_to_the_named_tier(
     library, tiny_model, tmp_path, high, kl_from, least, most
 ):
     model = tiny_model("qwen3moe", "q8_0", "q4_k")

@@ -1,4 +1,4 @@
-"""moe-edge as a model of the real lm_eval, on local tasks."""
+"""moe-edge as a model of lm_eval, with local tasks."""
 
 import json
 import math
@@ -48,7 +48,8 @@ metric_list: [{metric: exact_match}]
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Writes a task and its records, and gives what lm_eval makes of them without a network."""
+    """Function that writes a task and its records, and returns lm_eval's results without a
+    network."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -97,9 +98,9 @@ def test_multiple_choice_agrees_with_our_own(model, e, choices, tasks):
     assert found["acc_norm,none"] == pytest.approx(ours.acc_norm.value)
 
 
-def test_contexts_count_for_what_is_placed_behind_them(model):
-    """Each of them once, whatever is asked behind it; what a context used is part of what is usual
-    for the next one."""
+def test_contexts_are_counted_once_for_their_continuations(model):
+    """Each context is counted once, however many continuations are scored after it. Afterwards it
+    is part of the usual usage for the next context."""
     settings = {"policy": "context", "hot_experts": 2, "threads": 1, "ctx": 256}
     lm = MoeEdgeLM(model=model, **settings)
     with lm.runtime as runtime:
@@ -110,8 +111,8 @@ def test_contexts_count_for_what_is_placed_behind_them(model):
         for context in contexts:
             lm._loglikelihood_tokens([(None, context, choice) for choice in choices])
             placed.append(runtime.inside.store.resident())
-            # All tokens but the last one of the context, which is decoded; weights of the last
-            # layer are predictions.
+            # All tokens except the last one of the context, which is decoded. The weights of the
+            # last layer are predictions.
             gates = policy.use.sums[1].sum(axis=1)[:-1]
             assert gates == pytest.approx([len(context) - 1] * len(gates), rel=1e-4)
         assert policy.updates == len(contexts)
@@ -133,7 +134,7 @@ def test_whole_texts_agree_with_our_own(model, e, tasks):
     assert math.log(found["byte_perplexity,none"]) == pytest.approx(nll / len(text), rel=1e-6)
 
 
-def test_answers_are_the_runtimes(model, config, tasks):
+def test_answers_equal_the_runtimes(model, config, tasks):
     question = "The fox sat by"
     with Runtime.open(config, answering=Answering()) as runtime:
         prompt = runtime.vocabulary.tokenize(question, add_special=True, parse_special=True)

@@ -1,4 +1,5 @@
-"""Judging behind a prompt: what is read at once, what is decoded, and what a policy makes of it."""
+"""Scoring after a prompt: the prompt is read in steps of many tokens, the rest is decoded, and
+policies count both."""
 
 import json
 
@@ -41,18 +42,18 @@ def nll(e, found):
 
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
-def test_where_nothing_is_decided_a_prompt_changes_no_score(model, policy):
+def test_without_decisions_a_prompt_changes_no_score(model, policy):
     with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
         found = windows(e, 12)
         assert all(each.prompt and each.first >= 12 for each in found)
         forced = [Window(each.tokens, each.first, each.domain) for each in found]
-        behind, token_by_token = nll(e, found), nll(e, forced)
-    assert len(behind) > 100
-    assert behind == pytest.approx(token_by_token, abs=1e-4)
+        after_prompt, token_by_token = nll(e, found), nll(e, forced)
+    assert len(after_prompt) > 100
+    assert after_prompt == pytest.approx(token_by_token, abs=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatch):
+def test_a_prompt_is_read_in_one_step_and_the_rest_decoded(model, policy, monkeypatch):
     with open_engine(model, **POLICIES[policy]) as runtime, runtime.evaluator() as e:
         tokens = e.tokenize(TEXT)[:20]
         own, read = e.eval, []
@@ -68,7 +69,7 @@ def test_a_prompt_is_read_at_once_and_the_rest_decoded(model, policy, monkeypatc
         assert read[1:] == [(at, 1, Phase.DECODE) for at in range(11, 19)]
 
 
-def test_what_is_scored_is_placed_and_no_figure_depends_on_the_disk(model):
+def test_scores_wait_for_placement_and_do_not_depend_on_the_disk(model):
     found = []
     for rate in (0, 2 << 20):
         with (
@@ -102,20 +103,22 @@ def test_contexts_of_questions_are_prompts(model):
 
 
 def assert_counted(e, asked):
-    """What the policy knows is what these contexts, each with its continuations' tokens but the
-    last, used: of the latest one as a sequence that is in memory, its prompt with routing
-    weights."""
+    """Assert the policy's counts for these (context, continuation) pairs.
+
+    Earlier contexts and continuations are in the sum of past sequences, the latest in the running
+    sequence. The last token of a continuation is not counted. Only prompt tokens have gate weights.
+    """
     use, k = e.inside.policy.use, e.inside.model.n_expert_used
-    *before, (context, behind) = [(len(c), len(t) - 1) for c, t in asked]
+    *before, (context, after_prompt) = [(len(c), len(t) - 1) for c, t in asked]
     assert (use.past.sum(axis=1) == k * sum(map(sum, before))).all()
-    assert (use.sums[0].sum(axis=1) == k * (context + behind)).all()
-    # An answer's first token is the last one of its context, which is decoded; weights of the last
-    # layer are predictions.
+    assert (use.sums[0].sum(axis=1) == k * (context + after_prompt)).all()
+    # The first token of an answer is the last token of its context, which is decoded. The weights
+    # of the last layer are predictions.
     gates = use.sums[1].sum(axis=1)[:-1]
     assert gates == pytest.approx(np.full(len(gates), context - 1), rel=1e-4)
 
 
-def test_the_command_scores_what_is_behind_the_prompts(model, text):
+def test_the_command_scores_tokens_after_the_prompts(model, text):
     options = ["-m", str(model), "--threads", "1", "--window", "32", "--text", str(text)]
     options += ["--policy", "lru", "--high-tier", "q8_0"]
     counts = []
@@ -128,7 +131,7 @@ def test_the_command_scores_what_is_behind_the_prompts(model, text):
     assert "after prompts of at least 8 tokens" in result.stdout
 
 
-def test_prompts_that_leave_nothing(tmp_path):
+def test_prompts_without_tokens_to_score_are_refused(tmp_path):
     for options, message in (
         ({"window": 64, "prompt_tokens": 64}, "--prompt-tokens 64 must be smaller"),
         ({"prefill": True, "prompt_tokens": 0}, "remove --prompt-tokens"),

@@ -1,4 +1,4 @@
-"""The best tier that others are compared with has no memory of its own."""
+"""The best tier, with which others are compared, is not loaded at the same time as them."""
 
 import pytest
 
@@ -13,7 +13,7 @@ RAM = 400 << 20
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The config of each model that was loaded, and how many others were loaded then."""
+    """A list of (configuration, number of other loaded models) for each model that is loaded."""
     opened: list[tuple[Config, int]] = []
     alive = 0
     make, close = Runtime.__init__, Runtime.close

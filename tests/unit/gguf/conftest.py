@@ -1,5 +1,4 @@
-"""ggml for the tests that quantize, which are skipped with the reason where there is no build, and
-sound files for those that verify."""
+"""Fixtures: the ggml library, without which tests skip, and good files for verification."""
 
 import pytest
 from verify_files import write_bytes

@@ -1,4 +1,4 @@
-"""Small GGUF files for the tests: right ones through the writer, wrong ones byte by byte."""
+"""Small GGUF files: valid ones by the writer, invalid ones byte by byte."""
 
 import struct
 
@@ -41,7 +41,7 @@ def craft(
     version=3,
     align=32,
 ):
-    """A GGUF from encoded entries; counts, magic and version can be made wrong."""
+    """A GGUF file of encoded entries. Counts, magic and version can be wrong."""
     n_kv = len(kvs) if n_kv is None else n_kv
     n_tensors = len(tensors) if n_tensors is None else n_tensors
     head = magic + struct.pack("<IQQ", version, n_tensors, n_kv) + b"".join((*kvs, *tensors))
@@ -49,7 +49,7 @@ def craft(
 
 
 def model_metadata(arch="qwen3moe", **changes):
-    """Metadata of the tiny model; ``changes`` override by last part of the key, None removes."""
+    """Metadata of the tiny model. changes: values by the last part of the key; None removes it."""
     values = {
         "general.architecture": arch,
         "general.name": "tiny",
@@ -81,7 +81,8 @@ def model_tensors(
     tiers=("",),
     tier_types=None,
 ):
-    """(name, shape, type) of a tiny model; types[kind] or tier_types[tier] name ggml types."""
+    """List of (name, shape, type) for a tiny model. types: ggml types by kind. tier_types: ggml
+    types by tier."""
     found = [("token_embd.weight", (n_embd, 3), GGMLType.F32)]
     kinds = {DOWN: (n_ff, n_embd)}
     if fused:
@@ -103,7 +104,7 @@ def model_tensors(
 
 
 def write_model(path, tensors=None, metadata=None, *, alignment=32, seed=0, extra=()):
-    """A complete file of random values; integers and quantized types get random bytes."""
+    """Write a complete file of random values. Integer and quantized types get random bytes."""
     tensors = model_tensors() if tensors is None else tensors
     metadata = model_metadata() if metadata is None else metadata
     random = np.random.default_rng(seed)
@@ -141,7 +142,7 @@ def packed_metadata(tiers=("q8_0", "q4_0"), **changes):
 
 
 def write_packed(path, **changes):
-    """A packed file of two tiers, q8_0 and q4_0."""
+    """Write a packed file with two tiers, q8_0 and q4_0."""
     tensors = model_tensors(tiers=("q8_0", "q4_0"), tier_types=(GGMLType.Q8_0, GGMLType.Q4_0))
     return write_model(path, tensors, packed_metadata(**changes), alignment=4096)
 

@@ -1,4 +1,4 @@
-"""Which of a wheel's libraries a processor gets."""
+"""The choice of a wheel's libraries by the processor's features."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ AVX2 = set(built.SETS["avx2"])
 
 @pytest.fixture
 def prebuilt(tmp_path, monkeypatch):
-    """The package as a wheel brings it, without its libraries."""
+    """The package as installed from a wheel, without its libraries."""
     for name in built.SETS:
         (tmp_path / "lib" / name).mkdir(parents=True)
     monkeypatch.setattr(built, "OWN", tmp_path)
@@ -42,7 +42,7 @@ def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, m
     assert built.instruction_set() == chosen
 
 
-def test_a_processor_below_the_least_gets_a_sentence(prebuilt, monkeypatch):
+def test_a_processor_below_the_minimum_is_refused(prebuilt, monkeypatch):
     lacking = {built.SETS["avx2"][name] for name in ("avx2", "fma")}
     monkeypatch.setattr(built, "_has", lambda *where: where not in lacking)
     with pytest.raises(built.NotBuilt, match=r"lacks fma, avx2, .*`make build`$"):
@@ -60,13 +60,13 @@ def test_features_are_those_that_the_kernel_lists():
     assert found == ALL & flags
 
 
-def test_what_may_not_be_used_is_not_there():
-    """As in a virtual machine that hides it."""
+def test_hidden_processor_features_are_not_used():
+    """A feature that the system hides, for example in a virtual machine, counts as missing."""
     code = "from gguf_tools import built; print(built._has(*built.SETS['avx2']['avx2']))"
     assert python("-c", code, GLIBC_TUNABLES="glibc.cpu.hwcaps=-AVX2").stdout == "False\n"
 
 
-def test_no_package_is_a_sentence(monkeypatch, tmp_path):
+def test_a_missing_package_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(built, "OWN", tmp_path / "none")
     monkeypatch.setattr(built, "find_spec", lambda _name: None)
     built.package.cache_clear()

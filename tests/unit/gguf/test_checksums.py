@@ -1,4 +1,4 @@
-"""Checksums of packed files: every damage is found."""
+"""Checksums of packed files detect damage."""
 
 import hashlib
 import zlib
@@ -31,15 +31,15 @@ def test_pieces_come_in_any_order():
     assert sums.values() == [zlib.crc32(data[at : at + 1000]) for at in (0, 1000, 2000)]
 
 
-def test_a_packed_file_has_one_of_each_expert(sound, ggml):
+def test_a_packed_file_has_a_checksum_for_each_expert(sound, ggml):
     with GGUFFile.open(sound) as file:
-        told = stored(file)
+        found = stored(file)
         for name, info in file.tensors.items():
             data = file.array(name).tobytes()
             count = info.shape[2] if len(info.shape) == 3 else 1
             size = len(data) // count
             pieces = [data[at : at + size] for at in range(0, len(data), size)]
-            assert told[name] == [zlib.crc32(each) for each in pieces], name
+            assert found[name] == [zlib.crc32(each) for each in pieces], name
     assert texts(sound, ggml) == []
     result = run("verify", sound)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -57,13 +57,13 @@ def test_a_damaged_expert_is_named(sound, tmp_path, ggml):
     ]
 
 
-def test_checksums_that_do_not_fit(sound, tmp_path, ggml):
-    """One value less, with a length that says so."""
+def test_checksums_of_the_wrong_type_are_refused(sound, tmp_path, ggml):
+    """Checksums of the type int32 instead of uint32 are refused."""
     copy = write_bytes(tmp_path / "copy.gguf", sound.read_bytes())
     with GGUFFile.open(copy) as file:
         count = len(file.metadata[KEY_CHECKSUMS])
         start, _ = file.value_spans[KEY_CHECKSUMS]
-    poke(copy, start + 4, (5).to_bytes(4, "little"))  # int32 in the place of uint32
+    poke(copy, start + 4, (5).to_bytes(4, "little"))  # int32 instead of uint32
     (sentence,) = texts(copy, ggml)
     assert f"key {KEY_CHECKSUMS}: expected {count} values of type uint32" in sentence
 

@@ -1,4 +1,5 @@
-"""The view of experts: ordinary, packed, paired, split, fused, dense-first files."""
+"""ExpertModel: ordinary, packed, paired, split and fused files, and files with dense layers
+first."""
 
 import numpy as np
 import pytest
@@ -141,21 +142,21 @@ def test_a_router_has_the_function_of_its_architecture(tmp_path, arch, said, gat
 
 @cases(
     "changes, nbytes",
-    # 2 layers, 2 heads of 16 values, keys and values in F16.
+    # 2 layers, 2 heads with 16 values, keys and values in F16
     ({}, 2 * 2 * 2 * 16 * 2 * 256),
     ({"head_count_kv": [0, 1], **LENGTHS}, (40 + 24) * 2 * 256),
-    # Latent attention stores keys only.
+    # Latent attention stores only keys.
     ({**LENGTHS, **LATENT, "head_count_kv": 1}, 2 * 40 * 2 * 256),
 )
 def test_kv_bytes(tmp_path, changes, nbytes):
-    """Cells come in steps of 256."""
+    """KV cells are allocated in steps of 256."""
     with opened(tmp_path, metadata=model_metadata(**changes)) as model:
         assert model.hparams.is_mla == ("attention.key_length_mla" in changes)
         assert [model.kv_bytes(n) for n in (1, 256, 257)] == [nbytes, nbytes, 2 * nbytes]
 
 
 def pair(tmp_path, high=None, low=None, seed=0, **metadata):
-    """Two files of one model; metadata: of the low one."""
+    """Two files of one model. metadata: changes in the low one."""
     high, low = high or of_one_type(GGMLType.Q8_0), low or of_one_type(GGMLType.Q4_0)
     return (
         write_model(tmp_path / "high.gguf", high),
@@ -168,7 +169,7 @@ def of_one_type(ggml_type, **changes):
 
 
 def same_routers(tmp_path, **changes):
-    """A pair whose routers are equal, as those of one model are."""
+    """A pair with equal routers, as files of one model have."""
     return copy_routers(*pair(tmp_path, **changes))
 
 

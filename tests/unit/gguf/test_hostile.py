@@ -1,6 +1,9 @@
-"""A folder of hostile files: each is refused with its own named error, at once, with
-hardly any memory, and with a message that says where to look. So is every cut of a sound file, and
-every flip of a header's bytes that leaves none: random damage is in tests/fuzz."""
+"""Malicious files. Each is refused at once, with little memory, by a specific error whose message
+says where the problem is.
+
+All truncations of a good file and many flipped header bytes are tested too. Random damage is tested
+in tests/fuzz.
+"""
 
 import struct
 import time
@@ -21,7 +24,7 @@ U64 = struct.Struct("<Q").pack
 
 
 def value(kind, rest=b"", **changes):
-    """A file of one metadata value, k: the number of its type, and bytes as they are."""
+    """A file with one metadata value "k": the number of its type, and raw bytes."""
     return craft([text("k") + struct.pack("<I", kind) + rest], **changes)
 
 
@@ -30,12 +33,12 @@ def array(kind, n, rest=b"", **changes):
 
 
 def nested(depth):
-    """One-element arrays inside arrays, ``depth`` deep, with no end of their own."""
+    """One-element arrays inside arrays, `depth` levels deep, without an end."""
     return value(ValueType.ARRAY, struct.pack("<IQ", ValueType.ARRAY, 1) * depth)
 
 
 def of(*tensors, n_bytes=0, **changes):
-    """A file of tensors alone, with so many bytes of data."""
+    """A file with tensors only and n_bytes of data."""
     return craft(tensors=tensors, data=bytes(n_bytes), **changes)
 
 
@@ -43,7 +46,7 @@ def aligned(alignment, kind=U32):
     return kv("general.alignment", alignment, kind)
 
 
-# error: name: (bytes, what the message must say beside the file)
+# error: {name: (bytes, part of the message after the file name)}
 HEADERS = {
     errors.TruncatedError: {
         "empty": (b"", "empty"),

@@ -1,4 +1,4 @@
-"""Models that are sound GGUFs but no sound models: each is refused with its own named error."""
+"""Valid GGUF files that are not valid models. Each is refused by a specific error."""
 
 import pytest
 from gguf_craft import N_EMBD, model_metadata, model_tensors, packed_metadata, write_model
@@ -30,19 +30,21 @@ def with_one(name, shape, ggml_type, tensors=None):
 
 
 def plain(says, tensors=None, **metadata):
-    """What an ordinary model is refused with: these tensors, and metadata as model_metadata's."""
+    """(tensors, metadata, part of the message) for an ordinary model. metadata: changes for
+    model_metadata."""
     return tensors or model_tensors(), model_metadata(**metadata), says
 
 
 def packed(says, tensors=PACKED, **keys):
-    """What a packed one is refused with. keys: those of ours; None leaves one out."""
+    """(tensors, metadata, part of the message) for a packed model. keys: our metadata keys; None
+    removes one."""
     metadata = packed_metadata() | {f"moe_edge.{key}": value for key, value in keys.items()}
     return tensors, {key: value for key, value in metadata.items() if value is not None}, says
 
 
 NAN, INF = float("nan"), float("inf")
 EPSILON, BASE = "attention.layer_norm_rms_epsilon", "rope.freq_base"
-# Metadata with which llama.cpp ends the process, or computes nothing but NaN: it checks none of it.
+# Metadata that llama.cpp does not check, and with which it aborts or computes only NaN.
 FATAL = [
     ("rope.dimension_count", 7, "7, expected an even number of at most 16"),
     ("rope.dimension_count", 128, "128, expected an even number of at most 16"),
@@ -63,7 +65,7 @@ FATAL = [
     ("tokenizer.ggml.tokens", ["a", "b", "a"], "token 2 occurs twice: 'a'"),
 ]
 
-# error: name: (tensors, metadata, what the message must say)
+# error: {name: (tensors, metadata, part of the message)}
 MODELS = {
     errors.MissingKeyError: {
         "no-architecture": plain("general.architecture", architecture=None),

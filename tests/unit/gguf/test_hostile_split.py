@@ -1,4 +1,4 @@
-"""Parts of split models that do not belong together: each is refused with a sentence."""
+"""Parts of split models that do not belong together are refused with a sentence."""
 
 import os
 import re
@@ -31,12 +31,12 @@ HALF = model_tensors()
 
 
 def parted(end, start, *arch):
-    """The first tensors in one part, those from another place on in the other."""
+    """Two parts: the first `end` tensors, and the tensors from `start` on."""
     return {0: (0, HALF[:end]), 1: (1, HALF[start:], *arch)}
 
 
-# What is opened, the parts that are there as (number, tensors, architecture), the error and what it
-# says.
+# name: (part that is opened, {index: (split.no, tensors, architecture)}, error, part of the
+# message)
 PARTS = {
     "no second part": (0, {0: (0, HALF)}, errors.SplitError, "part 2 of 2 is missing"),
     "opened at the second": (1, {1: (1, HALF)}, errors.SplitError, "m-00001-of-00002"),
@@ -48,7 +48,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_that_are_no_model(name, tmp_path):
+def test_parts_that_form_no_model(name, tmp_path):
     opened, parts, error, says = PARTS[name]
     paths = split_paths(tmp_path)
     for at, (number, tensors, *arch) in parts.items():
@@ -65,7 +65,7 @@ def test_split_with_a_wrong_name(tmp_path):
 
 @pytest.fixture
 def split_model(tmp_path):
-    """Paths of a whole model in three parts as gguf-split leaves it."""
+    """Paths of the three parts of a whole model, as gguf-split writes them."""
     return split(write_model(tmp_path / "whole.gguf"), tmp_path, 3)
 
 
@@ -76,8 +76,8 @@ def refused(path):
 
 
 FIRST = "m-00001-of-00003.gguf"
-# What takes the place of which parts of three, and then which is opened, which is named, and what
-# is said of it. A file of another model is one of its parts, or the model itself.
+# name: (parts that are replaced, part that is opened, part that the message names, its text). A
+# replacement is a part of this or another model, or a whole model.
 SWAPPED = {
     "a later part is opened": ({}, 3, 3, f"this is part 3 of 3: open the first part, {FIRST}"),
     "another order": ({2: "part 3", 3: "part 2"}, 1, 2, "key split.no: 2, expected 1"),
@@ -99,7 +99,7 @@ SWAPPED = {
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_parts_in_each_other_s_place(split_model, tmp_path, name):
+def test_swapped_parts(split_model, tmp_path, name):
     moves, opened, named, says = SWAPPED[name]
     larger = write_model(tmp_path / "larger.gguf", model_tensors(layers=range(3)))
     data = {f"part {number}": path.read_bytes() for number, path in enumerate(split_model, 1)}
@@ -116,7 +116,7 @@ def test_split_with_a_truncated_part(split_model, size):
     part = split_model[1]
     with GGUFFile.open(part) as file:
         last = list(file.tensors.values())[-1]
-    # -1: one byte short of the last tensor; what follows is padding
+    # -1: one byte less than the last tensor needs; the rest is padding
     os.truncate(part, size if size >= 0 else last.offset + last.nbytes - 1)
     assert refused(split_model[0]).startswith(f"{part}: ")
 

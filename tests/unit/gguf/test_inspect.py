@@ -1,4 +1,4 @@
-"""Facts about a file, as numbers and as text."""
+"""`inspect`: facts about a file as numbers and as text."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_budgets_count_whole_slots(tmp_path):
     facts = facts_of(write_model(tmp_path / "m.gguf", tensors, metadata, alignment=4096))
     assert [budget["share"] for budget in facts["budgets"]] == list(BUDGET_SHARES)
     experts = [budget["experts_per_layer"] for budget in facts["budgets"]]
-    # 4 experts a layer, whose q4_0 slots take 4.5 / 8.5 of the q8_0 ones and no rounding.
+    # 4 experts per layer. Slots of q4_0 have 4.5 / 8.5 of the size of q8_0 slots, without rounding.
     assert [each["q8_0"] for each in experts] == [1, 1, 2, 3, 4]
     assert [each["q4_0"] for each in experts] == [1, 3, 4, 4, 4]
     for budget in facts["budgets"]:
@@ -106,7 +106,7 @@ def test_a_table_that_is_read_by_rows_is_named(tmp_path):
     (1293 << 10, "1.26 MiB"),
     (20 << 30, "20 GiB"),
 )
-def test_size(n, text):
+def test_sizes_are_formatted_with_binary_units(n, text):
     assert format_size(n) == text
 
 
@@ -116,7 +116,7 @@ def test_a_size_rounded_up_is_enough():
 
 
 def mixed_model(path):
-    """Three layers: a dense one, and two whose down matrices differ in type."""
+    """Three layers: one dense, and two whose down matrices have different types."""
     tensors = [("token_embd.weight", (256, 3), GGMLType.F32)]
     tensors += [("blk.0.ffn_up.weight", (256, 32), GGMLType.F32)]
     for il, down in ((1, GGMLType.Q8_0), (2, GGMLType.IQ4_NL)):
@@ -151,7 +151,7 @@ def test_the_layer_table_names_odd_types_and_joins_equal_layers(tmp_path):
     assert "0-1 1 KiB 25.5 KiB 13.5 KiB" in table
 
 
-def test_parts_and_pairs_hold_in_each_layer_what_one_file_holds(tmp_path):
+def test_parts_and_pairs_have_the_layers_of_one_file(tmp_path):
     whole = write_packed(tmp_path / "whole.gguf")
     expected = facts_of(whole)["per_layer"]
     assert facts_of(split(whole, tmp_path / "parts", 3)[0])["per_layer"] == expected

@@ -1,5 +1,5 @@
-"""`kill -9` at any moment: a file with the final name is whole, and what was left goes. An output
-never takes the place of a device, a pipe, a socket or a folder."""
+"""Writing that is killed (SIGKILL) at any point leaves complete files only. Outputs never replace
+devices, pipes, sockets or folders."""
 
 import fcntl
 import os
@@ -54,8 +54,9 @@ def test_killed_at_twenty_moments(kind, older, src, out, ggml):
     check_model_at_twenty_deaths(work, out, OURS, 1 + older, src.read_bytes() if older else b"")
 
 
-def test_two_at_once_do_not_meet(src, out, ggml):
-    """One stands still in the middle of its file while another starts, cleans up and ends."""
+def test_two_processes_write_the_same_file_without_conflict(src, out, ggml):
+    """The first process is stopped in the middle of its file, while a second one starts, cleans up
+    and ends."""
 
     def first():
         pack(src, out, ["q8_0"], threads=1, ggml=ggml)
@@ -147,9 +148,9 @@ def make(kind, path):
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(path.name)  # its names are short
+            bound.bind(path.name)  # socket names must be short
     else:
-        try:  # the numbers of /dev/null: whoever writes to it harms nobody
+        try:  # the numbers of /dev/null, so that writing is harmless
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("a device node needs root")
@@ -157,7 +158,7 @@ def make(kind, path):
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
+def test_pipes_sockets_and_devices_are_not_replaced(tmp_path, monkeypatch, kind, linked):
     monkeypatch.chdir(tmp_path)
     target = out = tmp_path / "out"
     make(kind, target)
@@ -177,8 +178,8 @@ def test_it_stays_what_it_is(tmp_path, monkeypatch, kind, linked):
     assert set(tmp_path.iterdir()) == {target, out}
 
 
-def test_a_stream_that_leads_to_a_file_is_none(tmp_path):
-    """As /dev/stdout does where the shell sends it to a file."""
+def test_a_link_to_an_open_file_is_not_an_output(tmp_path):
+    """/dev/stdout is such a link if the shell redirects it to a file."""
     link, further = tmp_path / "stdout", tmp_path / "further"
     with open(tmp_path / "file", "w") as file:
         link.symlink_to(f"/proc/self/fd/{file.fileno()}")
@@ -205,5 +206,5 @@ def test_a_folder_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError, match=str(folder)), whole_file(folder):
-        pytest.fail("it is written")
+        pytest.fail("the block was entered")
     assert list(tmp_path.iterdir()) == [folder]

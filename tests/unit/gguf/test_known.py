@@ -1,4 +1,4 @@
-"""The list of known models: its shapes have the sizes that were published."""
+"""Known models: the shapes in the list have the published sizes."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from gguf_tools.experts import ExpertModel
 from gguf_tools.known import known_models
 
-# Bytes of files that repositories of GGUFs have, in GB.
+# Sizes of published GGUF files in GB.
 PUBLISHED = {
     **{("Qwen3-30B-A3B", "Q4_K_M"): 18.6, ("Qwen3-30B-A3B", "Q8_0"): 32.5},
     **{("gpt-oss-20b", "MXFP4"): 12.1, ("gpt-oss-120b", "MXFP4"): 63.4},
@@ -24,7 +24,7 @@ def test_the_list_goes_from_small_models_to_the_largest():
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_the_shape_has_as_many_parameters_as_were_published(known):
     assert known.parameters / 1e9 == pytest.approx(known.total_b, rel=0.03)
-    # Names round, and publishers count the vocabulary's matrices or not.
+    # Names are rounded, and publishers may or may not count the vocabulary's matrices.
     least, most = (each / 1e9 for each in known.active)
     assert 0.9 * least <= known.active_b <= 1.1 * most
     assert re.fullmatch(r"[^/]+/[^/]+", known.source)

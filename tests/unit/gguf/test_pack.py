@@ -1,4 +1,4 @@
-"""Packing and exporting: right bytes, right metadata, nothing left behind."""
+"""pack and export: bytes, metadata, and no files left after errors."""
 
 import os
 
@@ -28,7 +28,7 @@ def source(path, n_ff=256, n_embd=256, **changes):
 
 @pytest.fixture
 def packed_as(tmp_path, ggml):
-    """packed_as(*tiers, **changes of the source): what `pack` reports."""
+    """packed_as(*tiers, **changes of the source): the report of `pack`."""
 
     def make(*tiers, **changes):
         src = source(tmp_path / "src.gguf", **changes)
@@ -140,7 +140,7 @@ def test_rows_that_k_quants_cannot_hold(packed_as):
 
 
 def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
-    """Released readers do not know Q2_0."""
+    """Released versions of llama.cpp cannot read Q2_0, so export writes it as Q4_0."""
     packed = packed_as("q4_k", "q2_k", n_ff=192).path
     kept = export(packed, tmp_path / "kept.gguf", "q2_k")
     assert kept.warnings == ["only recent builds of llama.cpp can read q2_0"]
@@ -148,7 +148,7 @@ def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
     assert made.warnings == []
     [note] = made.fallbacks
     assert note.startswith("q2_0 is written as q4_0 because released versions of")
-    for report in (kept, made):  # what the file has, not what the tier had
+    for report in (kept, made):  # numbers of the written file, not of the tier
         with ExpertModel.open(report.path) as model:
             assert report.tiers == [("q2_k", model.tiers[0].bpw, model.tier_bytes[0])]
     assert made.tiers[0][1] > kept.tiers[0][1]
@@ -173,7 +173,7 @@ def test_an_older_type_holds_the_same_numbers(packed_as, tmp_path, ggml):
     ([], GGMLType.Q4_0, "use --keep-types"),
     (["--keep-types"], GGMLType.Q2_0, "only recent builds of llama.cpp can read q2_0"),
 )
-def test_the_command_writes_older_types_unless_told_not_to(
+def test_export_writes_older_types_unless_keep_types_is_given(
     packed_as, tmp_path, flags, written, said
 ):
     packed, out = packed_as("q4_k", "q2_k", n_ff=192).path, tmp_path / "older.gguf"
@@ -189,7 +189,7 @@ def test_the_command_writes_older_types_unless_told_not_to(
     (("q8_0",), {"types": INTEGERS}, NO_FLOATS),
     (("q9_0",), {}, "unknown tier q9_0"),
 )
-def test_what_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
+def test_models_and_tiers_that_cannot_be_packed(packed_as, tmp_path, tiers, changes, said):
     with pytest.raises(errors.QuantizeError, match=said):
         packed_as(*tiers, **changes)
     assert os.listdir(tmp_path) == ["src.gguf"]

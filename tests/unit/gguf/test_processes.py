@@ -1,5 +1,5 @@
-"""Processes that this one starts end with what they are for; its pool of threads, and what it knows
-of itself."""
+"""Child processes end with their block. Also the pool of threads, and the peak memory of this
+process."""
 
 import subprocess
 import sys
@@ -15,17 +15,17 @@ from gguf_tools.children import child
 from gguf_tools.progress import ProgressMeter
 from gguf_tools.workers import run_all
 
-HANG_S = 600  # only what hangs takes so long
+HANG_S = 600  # only a deadlock takes this long
 ASLEEP = [sys.executable, "-c", f"import time; time.sleep({2 * HANG_S})"]
 
 
-def test_one_that_still_runs_is_killed():
+def test_a_child_that_still_runs_is_killed():
     with pytest.raises(ZeroDivisionError), child(ASLEEP, stdout=subprocess.PIPE) as process:
         raise ZeroDivisionError
     assert process.poll() is not None
 
 
-def test_what_it_has_started_goes_with_it():
+def test_children_of_the_child_are_killed_too():
     starts = (
         "import subprocess, sys; started = subprocess.Popen(sys.argv[1:]); "
         "print(started.pid, flush=True); started.wait()"
@@ -38,23 +38,23 @@ def test_what_it_has_started_goes_with_it():
     assert gone
 
 
-def test_an_interrupt_while_it_is_started_leaves_none(monkeypatch):
+def test_an_interrupt_while_a_child_starts_leaves_no_child(monkeypatch):
     made = []
 
     class Late(subprocess.Popen):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             made.append(self)
-            # As from a signal: within held it waits for the end of the block.
+            # Like a signal: inside held() it waits for the end of the block.
             interrupts.hand_over(KeyboardInterrupt())
 
     monkeypatch.setattr(children.subprocess, "Popen", Late)
     with pytest.raises(KeyboardInterrupt), child(ASLEEP, stdout=subprocess.PIPE):
-        pytest.fail("the block begins all the same")
+        pytest.fail("the block was entered")
     assert made[0].poll() is not None
 
 
-def test_none_keeps_apart_the_jobs_before_and_behind_it():
+def test_none_in_a_list_of_jobs_is_a_barrier():
     running, most, order = set(), [], []
 
     def job(group, number):
@@ -78,8 +78,8 @@ def test_none_keeps_apart_the_jobs_before_and_behind_it():
     run_all([None, None], 2, ProgressMeter(None, 1))
 
 
-def test_peak_is_not_that_of_the_program_before():
-    """exec keeps getrusage's figure: a small program would show its big caller's."""
+def test_peak_memory_excludes_the_program_before_exec():
+    """exec keeps getrusage's peak, so a small program would show that of its large parent."""
     peak = "from gguf_tools.process import peak_rss_bytes; print(peak_rss_bytes())"
     big = (
         "import os, sys; block = b'x' * (300 << 20); "

@@ -1,4 +1,4 @@
-"""ggml through ctypes, against the numpy code of the gguf package and by its error."""
+"""ggml through ctypes, compared with the gguf package, and its quantization errors."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ from gguf_tools.quantize.ggml import library_path, load_ggml
 from gguf_tools.quantize.tiers import parse_tiers
 
 gguf = pytest.importorskip("gguf")
-# Root mean square error on a standard normal, 10 % above what ggml reached.
+# Limit of the root mean square error on a standard normal: 10 % above the measured one.
 MOST_ERROR = {
     **{"F32": 0.0, "F16": 0.00023, "BF16": 0.0019, "Q8_0": 0.0059, "Q6_K": 0.0194},
     **{"Q5_K": 0.0395, "Q5_1": 0.0415, "Q5_0": 0.0468, "Q4_K": 0.0782, "Q4_1": 0.0857},
@@ -59,7 +59,7 @@ def test_dequantizes_like_the_gguf_package(ggml, name):
 
 
 def by_ggml(ggml, ggml_type, values):
-    """The bytes of one call of ggml's own encoder."""
+    """Bytes of one call of ggml's encoder."""
     library = ctypes.CDLL(str(ggml.path))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     blocks = np.zeros(values.size // BLOCK[ggml_type].weights * BLOCK[ggml_type].bytes, np.uint8)
@@ -76,7 +76,7 @@ def by_ggml(ggml, ggml_type, values):
 
 @cases("ggml_type", GGMLType.Q4_K, GGMLType.Q2_K, GGMLType.IQ3_XXS, GGMLType.IQ4_NL)
 def test_rows_are_quantized_one_by_one(ggml, ggml_type):
-    """Runs of rows may be cut anywhere: the bytes are those of one call of ggml."""
+    """Rows may be quantized in groups: the bytes equal those of one call of ggml."""
     values = normal(rows=6, seed=3)
     pieces = [ggml.quantize(ggml_type, values[at : at + 2]).tobytes() for at in (0, 2, 4)]
     assert b"".join(pieces) == by_ggml(ggml, ggml_type, values).tobytes()
@@ -100,7 +100,7 @@ def test_q2_0_is_half_the_error_of_ggmls_encoder(ggml):
     assert error_of(ggml, GGMLType.Q2_0, values) < 0.55 * error
 
 
-def test_q2_0_is_exact_where_it_can_be(ggml):
+def test_q2_0_is_exact_for_values_that_it_can_represent(ggml):
     codes = np.random.default_rng(6).integers(-1, 3, (5, 128)).astype(np.float32)
     for scale in (0.5, -0.25, 0.0):
         values = codes * np.float32(scale)
@@ -109,7 +109,7 @@ def test_q2_0_is_exact_where_it_can_be(ggml):
         np.testing.assert_array_equal(again, values)
 
 
-def test_refusals(ggml):
+def test_values_that_cannot_be_quantized_are_refused(ggml):
     with pytest.raises(QuantizeError, match="importance matrix"):
         ggml.quantize(GGMLType.IQ2_XXS, normal())
     with pytest.raises(QuantizeError, match="not a multiple of 256"):

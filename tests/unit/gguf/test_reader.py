@@ -1,4 +1,4 @@
-"""The reader against the gguf package's writer, and its views."""
+"""The GGUF reader, compared with the gguf package's writer, and its views."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,8 @@ def test_reads_what_the_gguf_package_writes(tmp_path):
 
 def test_block_sizes_are_those_of_the_gguf_package():
     for ggml_type, block in BLOCK.items():
-        if ggml_type is GGMLType.Q8_1:  # theirs has scales in float32, as ggml once had
+        # the package has float32 scales here, as older versions of ggml
+        if ggml_type is GGMLType.Q8_1:
             continue
         try:
             theirs = gguf.GGMLQuantizationType(int(ggml_type))

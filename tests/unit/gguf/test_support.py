@@ -1,4 +1,5 @@
-"""How a model can run is said before anything long begins: managed, plain, or not at all."""
+"""How a model can run is reported before long work: with a store, on llama.cpp's own path, or not
+at all."""
 
 import json
 import os
@@ -25,7 +26,7 @@ QUERIES = "blk.0.attn_q.weight"
 
 @pytest.fixture
 def lacking(packed, tmp_path):
-    """Whole, but without a tensor that llama.cpp wants."""
+    """A good file that lacks a tensor which llama.cpp needs."""
     return repack(packed, tmp_path / "odd.gguf", drop=[QUERIES])
 
 
@@ -35,8 +36,9 @@ def test_a_packed_model_can_be_managed(packed):
     assert "moe-edge can manage its experts" in run("inspect", packed).stdout
 
 
-def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
-    """No model that llama.cpp has does: a router stands for an expert's matrix here."""
+def test_a_graph_with_unknown_uses_of_experts_runs_plain(packed, monkeypatch):
+    """If an operation other than MUL_MAT_ID reads an expert tensor, the model runs only on
+    llama.cpp's own path. No real model does this, so a router is treated as an expert matrix."""
     monkeypatch.setattr(llama, "EXPERT_PATTERN", rb"blk\.\d+\.ffn_gate_inp\.weight")
     result = run("verify", packed)
     assert result.exit_code == 0
@@ -55,15 +57,16 @@ def test_a_graph_that_reads_experts_otherwise_runs_plain(packed, monkeypatch):
         ["llama.cpp ends the process over its header (", "GGML_ASSERT("],
     ),
 )
-def test_what_llama_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
+def test_models_that_llama_cpp_does_not_load_cannot_run(packed, tmp_path, changes, reasons):
     path = repack(packed, tmp_path / "odd.gguf", **changes)
     found = support_of(path)
     assert found.runs == NOT and all(each in found.reason for each in reasons)
     assert str(path) not in found.reason
 
 
-def test_the_reason_is_heard_whoever_took_the_log(lacking):
-    """As llama_cpp's own logger does when it is imported late, and a benchmark of upstream."""
+def test_the_reason_is_found_even_if_the_log_callback_was_replaced(lacking):
+    """Other code, such as llama_cpp's logger or a benchmark of upstream, may replace the log
+    callback."""
     bindings = Bindings.load()
     silent = bindings.api.llama_log_callback(lambda *_: None)
     bindings.api.llama_log_set(silent, None)
@@ -74,7 +77,7 @@ def test_the_reason_is_heard_whoever_took_the_log(lacking):
         bindings.listen()
 
 
-def test_a_file_that_is_whole_and_cannot_run_has_a_status_of_its_own(lacking):
+def test_a_good_file_that_cannot_run_has_its_own_exit_status(lacking):
     result = run("verify", lacking)
     assert result.exit_code == CANNOT_RUN
     assert ": good: " in result.stdout
@@ -89,7 +92,7 @@ def test_the_architectures_are_a_command():
     assert json.loads(run("architectures", "--json").stdout) == {"managed": names}
 
 
-def test_a_process_that_says_nothing_is_no_verdict(packed, monkeypatch):
+def test_a_process_without_an_answer_gives_no_result(packed, monkeypatch):
     monkeypatch.setattr(support, "_ask", lambda *_: time.sleep(60))
     monkeypatch.setattr(support, "_TIMEOUT_S", 0.05)
     assert support_of(packed) is None
@@ -99,7 +102,7 @@ def test_a_process_that_says_nothing_is_no_verdict(packed, monkeypatch):
 
 
 def test_the_trial_leaves_the_caller_as_it_was(packed):
-    """Neither its handlers nor its stderr are the child's."""
+    """The child process changes neither signal handlers nor stderr of its parent."""
     before = signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)
     assert support_of(packed).runs == MANAGED
     assert (signal.getsignal(signal.SIGINT), os.stat(2).st_ino, dict(os.environ)) == before

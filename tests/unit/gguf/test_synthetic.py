@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def dequantize(kind, data):
-    """Weights [n] from blocks."""
+    """Weights [n] of the blocks."""
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(int(kind))).ravel()
 
 
@@ -54,7 +54,7 @@ def test_same_arguments_same_bytes_and_experts_differ(tmp_path):
     assert len({expert.tobytes() for expert in up}) == 8
 
 
-def test_a_file_of_such_a_type_is_as_long_as_said(tmp_path, library):
+def test_file_bytes_predicts_the_size_of_a_file(tmp_path, library):
     path = synthetic.write(tmp_path / "m.gguf", "tiny-olmoe", tiers=("q3_k",))
     assert ExpertModel.open(path).tiers[0].name == "q3_k"
     said = synthetic.file_bytes(synthetic.preset("tiny-olmoe"), "q3_k")

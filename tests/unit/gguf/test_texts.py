@@ -1,4 +1,4 @@
-"""Texts that a user names: UTF-8 in a regular file, or one sentence."""
+"""Text files named by the user: UTF-8 in a regular file, or an error of one sentence."""
 
 import os
 
@@ -17,7 +17,7 @@ MARK = b"\xef\xbb\xbf"
     ("wö\n".encode(), "wö\n"),
     (MARK + "wö".encode(), "wö"),
     (MARK, ""),
-    ("a\ufeffb".encode(), "a\ufeffb"),  # elsewhere it is a character
+    ("a\ufeffb".encode(), "a\ufeffb"),  # only at the start is it a byte order mark
     (b"x" * 100, "x" * 100),
 )
 def test_a_text_is_read_without_its_byte_order_mark(tmp_path, data, text):
@@ -36,7 +36,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path, data, text):
     (b"x" * 101, "the file is longer than the maximum of 100 bytes"),
     (b"x\0" * 101, "not UTF-8 text (byte 0x00 at offset 1)"),
 )
-def test_anything_else_is_one_sentence(tmp_path, data, said):
+def test_other_encodings_and_long_files_are_refused(tmp_path, data, said):
     path = tmp_path / "a.txt"
     path.write_bytes(data)
     with pytest.raises(TextFileError) as caught:
@@ -46,7 +46,8 @@ def test_anything_else_is_one_sentence(tmp_path, data, said):
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
 def test_only_a_regular_file_is_read(tmp_path, kind):
-    """A pipe without a writer would hang, and a device has no end."""
+    """Pipes and devices are refused: a pipe without a writer would block, and a device has no
+    end."""
     path = tmp_path / "a.txt"
     if kind == "pipe":
         os.mkfifo(path)

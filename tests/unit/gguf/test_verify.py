@@ -1,4 +1,4 @@
-"""`verify` finds what is wrong, says where, and finds nothing in good files."""
+"""`verify` reports damage with its place, and nothing for good files."""
 
 import json
 import struct
@@ -63,7 +63,8 @@ def test_parts_are_checked(packed, tmp_path, ggml):
 
 @pytest.mark.parametrize("n_parts", [2, 3])
 def test_a_part_of_another_quantization(two_files, tmp_path, ggml, n_parts):
-    """Same names, shapes and counts; the first part alone says what the model is."""
+    """A part from another quantization is reported by its experts' type, although names, shapes and
+    counts are equal."""
     high, low = (split(path, tmp_path / path.stem, n_parts, name="model") for path in two_files)
     assert texts(high[0], ggml) == texts(low[0], ggml) == []
     high[1].write_bytes(low[1].read_bytes())
@@ -94,7 +95,7 @@ def test_data_after_the_last_tensor(copy, ggml):
 
 
 def test_a_gap_between_tensors(packed, tmp_path, ggml):
-    """The reader follows offsets and accepts a hole; llama.cpp does not."""
+    """A gap between tensors is reported. The reader would accept it, but llama.cpp does not."""
     whole = packed.read_bytes()
     with GGUFFile.open(packed) as file:
         *_, before, last = file.tensors.values()
@@ -108,17 +109,17 @@ def test_a_gap_between_tensors(packed, tmp_path, ggml):
     ]
 
 
-def test_a_dense_model_is_checked_all_the_same(tmp_path, ggml):
+def test_the_blocks_of_a_dense_model_are_checked(tmp_path, ggml):
     tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama"))
     poke(path, place(path, "token_embd.weight").offset, struct.pack("<f", float("inf")))
     said = texts(path, ggml)
-    assert "not a Mixture-of-Experts model" in said[0]  # its header promises experts
+    assert "not a Mixture-of-Experts model" in said[0]  # its header names experts
     assert "value 0 at offset" in said[1]
 
 
-def test_a_whole_dense_model_is_not_damaged(tmp_path, ggml):
-    """verify says that it is whole and cannot run."""
+def test_a_good_dense_model_is_not_damaged(tmp_path, ggml):
+    """A dense model has no problems, but verify reports that it cannot run."""
     tensors = [("token_embd.weight", (64, 3), GGMLType.F32)]
     path = write_model(tmp_path / "m.gguf", tensors, model_metadata("llama", expert_count=None))
     report = verify(path, ggml=ggml, threads=1)
@@ -179,9 +180,7 @@ def test_command(copy, tmp_path):
     assert (problem["tensor"], problem["offset"], problem["block"]) == (UP, info.offset, 0)
 
 
-# ---- values and scales that are not finite
-
-# Where the half-precision scales of a block are, and which of them are checked.
+# Offsets of the half-precision scales in a block.
 SCALES = {"q4_k": (0, 2), "q2_k": (80, 82), "q8_0": (0,)}
 
 
@@ -204,11 +203,11 @@ def test_a_scale_that_is_not_finite(copy, ggml, capfd, value, tier):
             ]
             poke(copy, offset + at, was)
     assert texts(copy, ggml) == []
-    assert capfd.readouterr() == ("", "")  # what ggml prints of it stays hidden
+    assert capfd.readouterr() == ("", "")  # ggml's own messages are hidden
 
 
 def with_tensor(folder, *tensor):
-    """A model with one more tensor, and where that is."""
+    """(path of a model with one more tensor, that tensor)."""
     path = write_model(folder / "m.gguf", [*model_tensors(), tensor])
     return path, place(path, tensor[0])
 
@@ -223,7 +222,7 @@ def test_a_tensor_of_noise_is_one_sentence(tmp_path, ggml):
 
 
 def test_every_block_of_a_tensor_of_many_runs(tmp_path, ggml):
-    """Whole runs of it are checked by different threads: none of its blocks lies between two."""
+    """Several threads check runs of blocks, and no block at their borders is missed."""
     path = tmp_path / "m.gguf"
     with GGUFWriter(path) as writer:
         for key, value in model_metadata().items():
@@ -246,8 +245,8 @@ def test_every_block_of_a_tensor_of_many_runs(tmp_path, ggml):
 
 
 def blocks_with_a_bad_value(ggml, kind, blocks):
-    """Numbers of the blocks that hold a value which is no finite number, by what ggml makes of
-    them; of types that it makes nothing of, by what it says."""
+    """Numbers of the blocks with a value that is not finite, by dequantizing each, or by ggml's
+    validation for types that it cannot dequantize."""
     bad = []
     for number, block in enumerate(blocks):
         try:
@@ -255,7 +254,7 @@ def blocks_with_a_bad_value(ggml, kind, blocks):
         except QuantizeError:
             with native_stderr_hidden():
                 good = ggml.is_valid(kind, block)
-        if kind is GGMLType.MXFP4:  # of which ggml refuses the exponent that means "no number"
+        if kind is GGMLType.MXFP4:  # ggml refuses this exponent, which means NaN
             good = block[0] != 255
         if not good:
             bad.append(number)
@@ -264,7 +263,8 @@ def blocks_with_a_bad_value(ggml, kind, blocks):
 
 @pytest.mark.parametrize("kind", [each for each in GGMLType if each is not GGMLType.Q8_1])
 def test_noise_under_every_type(tmp_path, ggml, kind):
-    """What is found in noise, by halving runs of blocks, is what is wrong with single ones."""
+    """Damage in random bytes is found by halving runs of blocks, with the same result as checking
+    single blocks."""
     rows = 5 if BLOCK[kind].weights == 1 else 300
     path, info = with_tensor(tmp_path, "noise.weight", (256, rows), kind)
     noise = np.random.default_rng(kind).integers(0, 256, info.nbytes, np.uint8)
@@ -292,8 +292,6 @@ def test_a_type_that_ggml_cannot_check(tmp_path, ggml):
         assert report.n_tensors == len(file.tensors)
         assert report.nbytes == sum(info.nbytes for info in file.tensors.values()) - odd.nbytes
 
-
-# ---- what the metadata promises
 
 BITS = "the tiers have 4.50, 2.62 bits per weight"
 
@@ -366,7 +364,7 @@ def test_layers_that_predict_further_tokens_have_no_tiers(tmp_path, ggml):
     ("fallbackz", ["a"], "unknown key"),
     ("tiers", ["y4_k"], "y4_k is not a ggml type"),
 )
-def test_what_is_said_about_the_making(tmp_path, ggml, key, value, said):
+def test_metadata_about_quantization_is_checked(tmp_path, ggml, key, value, said):
     tensors = model_tensors(n_embd=256, n_ff=64)
     source = write_model(tmp_path / "src.gguf", tensors, model_metadata(embedding_length=256))
     good = pack(source, tmp_path / "good.gguf", ["q4_k"], ggml=ggml).path

@@ -1,4 +1,5 @@
-"""The writer against the gguf package's reader; complete files or none at all."""
+"""The GGUF writer, compared with the gguf package's reader. A file is complete or does not
+appear."""
 
 import os
 import shutil
@@ -57,7 +58,7 @@ def leftovers(folder):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("old", [None, b"old"])
-def test_an_exception_leaves_what_was_there_before(tmp_path, error, old):
+def test_an_exception_leaves_the_previous_file(tmp_path, error, old):
     path = tmp_path / "ours.gguf"
     if old:
         path.write_bytes(old)
@@ -142,6 +143,6 @@ def test_values_that_are_refused(tmp_path, key, value, kind, said):
         GGUFWriter(tmp_path / "ours.gguf").meta(key, value, kind)
 
 
-def test_an_alignment_that_is_none(tmp_path):
+def test_an_alignment_must_be_a_power_of_two(tmp_path):
     with pytest.raises(errors.WriteError, match="power of two"):
         GGUFWriter(tmp_path / "x", 48)

@@ -1,4 +1,4 @@
-"""Sound model files, and ways to damage them, for the tests of ``verify``."""
+"""Good model files, and functions that damage them, for tests of `verify`."""
 
 from gguf_tools.file.reader import GGUFFile
 from gguf_tools.verify import verify

@@ -1,4 +1,4 @@
-"""Where the codes are: ggml's blocks taken apart, put together again, and read by ggml."""
+"""Positions of codes in ggml's blocks: written by put_codes and read back by ggml."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def ggml():
 
 
 def encoded(ggml, ggml_type):
-    """Blocks [96, bytes] of weights of very different sizes."""
+    """Blocks [96, bytes] of weights with very different scales."""
     rng = np.random.default_rng(5)
     block = BLOCK[ggml_type]
     values = rng.standard_normal((96, block.weights)) * rng.lognormal(0, 2, (96, 1))
@@ -25,7 +25,7 @@ def encoded(ggml, ggml_type):
 
 
 def codes_of(ggml, ggml_type, blocks):
-    """The codes in blocks, found by trying all of them."""
+    """The codes in blocks, found by trying every code."""
     coding = CODINGS[ggml_type]
     target = ggml.dequantize(ggml_type, blocks.reshape(-1), BLOCK[ggml_type].weights)
     found = np.full(target.shape, -1)
@@ -56,7 +56,8 @@ def test_the_same_codes_give_the_same_values(ggml, ggml_type):
 
 @pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
 def test_codes_are_read_back_by_ggml_as_foretold(ggml, ggml_type):
-    """Codes by chance, one for each weight: a code in another's place would show."""
+    """ggml decodes random codes to the predicted values. A code at the position of another weight
+    would change them."""
     coding, block = CODINGS[ggml_type], BLOCK[ggml_type]
     blocks = encoded(ggml, ggml_type)
 
@@ -64,7 +65,7 @@ def test_codes_are_read_back_by_ggml_as_foretold(ggml, ggml_type):
         return ggml.dequantize(ggml_type, data, block.weights)
 
     values = code_values(ggml_type, blocks, decode)
-    assert len(values) <= 2  # which every weight of a run has in memory
+    assert len(values) <= 2  # GPTQ keeps these values in memory for every weight
     codes = np.random.default_rng(6).integers(
         coding.first, coding.last + 1, (len(blocks), block.weights), dtype=np.uint8
     )

@@ -1,4 +1,4 @@
-"""GPTQ on correlated inputs: what it wins, and what happens where there is nothing to go by."""
+"""GPTQ on correlated inputs: its gain over rounding, and its behaviour with little or no data."""
 
 import sys
 
@@ -16,7 +16,7 @@ ROWS = 24
 
 @pytest.fixture(scope="module", autouse=True)
 def torch():
-    """Without the extra, all of this is skipped, with its reason."""
+    """Skips all tests of this file if torch is not installed, and uses one thread."""
     module = pytest.importorskip("torch", reason="torch is not installed (extra: convert)")
     before = module.get_num_threads()
     module.set_num_threads(1)
@@ -30,7 +30,7 @@ def ggml():
 
 
 def inputs(n, tokens=2000, seed=3):
-    """Activations [tokens, n] as a model's are: correlated, with a few large columns."""
+    """Activations [tokens, n] similar to a model's: correlated, with a few large columns."""
     rng = np.random.default_rng(seed)
     hidden = rng.standard_normal((tokens, n // 4))
     x = hidden @ rng.standard_normal((n // 4, n)) / np.sqrt(n / 4)
@@ -47,7 +47,7 @@ def hessian(x):
 
 
 def loss(ggml, ggml_type, w, blocks, x):
-    """Squared error of the outputs, relative to the outputs."""
+    """Squared error of the outputs, relative to their power."""
     q = ggml.dequantize(ggml_type, blocks, w.shape[1])
     return float(np.square(x @ (w - q).T).sum() / np.square(x @ w.T).sum())
 
@@ -61,13 +61,15 @@ def made(ggml, ggml_type, w, h):
     return blocks
 
 
-# What is left of the loss of ggml with the same importance, at most: measured, with room.
+# Upper limit of the loss relative to ggml's with the same importance: measured values plus a
+# margin.
 CLEARLY = {GGMLType.Q2_K: 0.6, GGMLType.Q3_K: 0.55, GGMLType.Q4_K: 0.55}
 
 
 @pytest.mark.parametrize("ggml_type", CODINGS, ids=lambda each: each.tier_name)
 def test_beats_rounding_and_importance(ggml, ggml_type):
-    """On other inputs than those it learned from."""
+    """On inputs that were not used for calibration, the loss is below 0.8 times that of rounding
+    and of importance."""
     n = 512
     x, w = inputs(n), weights(n)
     seen, unseen = x[:1500], x[1500:]
@@ -81,7 +83,7 @@ def test_beats_rounding_and_importance(ggml, ggml_type):
         assert found < CLEARLY[ggml_type] * min(rtn, imatrix)
 
 
-def test_a_codebook_type_passes_its_error_on_by_spans(ggml):
+def test_a_codebook_type_compensates_its_error_by_spans(ggml):
     ggml_type = GGMLType.IQ3_XXS
     n = 1024
     x, w = inputs(n), weights(n)
@@ -91,8 +93,8 @@ def test_a_codebook_type_passes_its_error_on_by_spans(ggml):
     assert loss(ggml, ggml_type, w, made(ggml, ggml_type, w, h), x) < 0.95 * imatrix
 
 
-def test_each_column_is_the_best_that_is_left(ggml):
-    """After the sweeps no single code can be changed for the better."""
+def test_no_single_code_can_be_improved(ggml):
+    """After the sweeps, almost no change of a single code reduces the loss."""
     x, w = inputs(256), weights(256)
     h = hessian(x)
     h += gptq.DAMPING * np.mean(h.diagonal()) * np.eye(256)
@@ -103,7 +105,7 @@ def test_each_column_is_the_best_that_is_left(ggml):
         blocks.reshape(ROWS, 8, 18)[:, :, :2].copy().view(np.float16).astype(np.float32)
     ).repeat(32, axis=1)[:, :, 0]
     q_steps = np.rint(q / scale)
-    # A step of one code, up or down, where there is one: its change of the loss.
+    # Change of the loss if one code is raised or lowered by one, for codes within the range.
     for sign in (1, -1):
         possible = np.abs(q_steps + sign) <= 7
         change = h.diagonal() * scale**2 - 2 * sign * scale * pull
@@ -111,8 +113,8 @@ def test_each_column_is_the_best_that_is_left(ggml):
 
 
 def test_without_correlation_it_is_rounding(ggml):
-    """A diagonal Hessian leaves nothing to push: all that differs from ggml's own codes is
-    that they are nearest to the weights."""
+    """With a diagonal Hessian there is no error to compensate. The only difference from ggml's
+    codes is that all codes are nearest to the weights."""
     w = weights(256)
     own = ggml.dequantize(
         GGMLType.Q4_K, ggml.quantize(GGMLType.Q4_K, w, np.ones(256, np.float32)), 256
@@ -123,7 +125,7 @@ def test_without_correlation_it_is_rounding(ggml):
 
 
 def test_rows_do_not_depend_on_each_other(ggml):
-    """A matrix may come in runs of rows."""
+    """Quantizing a matrix in groups of rows gives nearly the same values."""
     x, w = inputs(512), weights(512)
     factor = gptq.factorize(hessian(x), "cpu")
     assert factor is not None
@@ -148,7 +150,7 @@ def test_rows_that_are_no_multiple_of_256(ggml):
 
 
 def test_fewer_tokens_than_columns(ggml):
-    """A singular Hessian is damped, and columns that were never used are just rounded."""
+    """A singular Hessian is damped, and unused columns are rounded."""
     x, w = inputs(256, tokens=40), weights(256)
     x[:, 100:140] = 0
     blocks = made(ggml, GGMLType.Q4_K, w, hessian(x))
@@ -167,7 +169,8 @@ def test_no_tokens():
 
 
 def test_few_tokens_are_helped_by_those_of_the_layer(ggml):
-    """On inputs that were not seen: rather the layer's Hessian than one of thirty tokens."""
+    """With 30 tokens, the layer's Hessian gives a smaller loss on other inputs than the tokens'
+    own."""
     n = 256
     x, w = inputs(n), weights(n)
     few, layer, unseen = x[:30], x[30:1000], x[1000:]
@@ -179,7 +182,7 @@ def test_few_tokens_are_helped_by_those_of_the_layer(ggml):
     assert helped < 0.7 * rtn and helped < 0.8 * alone
 
 
-def test_many_tokens_outweigh_what_is_added():
+def test_many_tokens_outweigh_the_added_hessian():
     own = hessian(inputs(64, tokens=64 * 200))
     added = gptq.smoothed(own, 64 * 200, np.eye(64)) - own
     assert np.linalg.norm(added) < 0.02 * np.linalg.norm(own)

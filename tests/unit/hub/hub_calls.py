@@ -1,4 +1,4 @@
-"""Calls of `moe-edge pull` against the server of the tests."""
+"""Calls of `moe-edge pull` against the local server."""
 
 import random
 
@@ -16,7 +16,7 @@ def pull(*words):
 
 
 def pulled(*words):
-    """One that has to succeed."""
+    """A pull that must succeed."""
     result = pull(*words)
     assert result.exit_code == 0, result.output
     return result

@@ -1,8 +1,8 @@
 """A small server that speaks the Hub's protocol, for the real client.
 
-/api/models/REPO[/revision/REV] lists files with sizes; /REPO/resolve/REV/FILE answers HEAD and
-GET with ETag, X-Repo-Commit and, for large files, a redirect to another host with
-X-Linked-Size and X-Linked-Etag, as the Hub does; Range is served, unless `ranges` is false.
+/api/models/REPO[/revision/REV] lists files with sizes. /REPO/resolve/REV/FILE answers HEAD and GET
+with ETag, X-Repo-Commit and, for large files, a redirect to another host with X-Linked-Size and
+X-Linked-Etag, as the Hub does. Range requests are served unless `ranges` is false.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ LARGE = 1000
 
 
 class Sparse:
-    """A file of so many bytes, whose first ones are given and whose others are zeros."""
+    """A file of `size` bytes: first the given bytes, then zeros."""
 
     def __init__(self, first, size):
         self.first, self.size = first, size
@@ -41,14 +41,14 @@ class Repo:
     files: dict[str, bytes | Sparse]
     commit: str = "c0ffee" * 6 + "beef"
     revisions: tuple[str, ...] = ("main",)
-    token: str | None = None  # private: only with it
-    gated: bool = False  # listed for everybody, files only with the token
+    token: str | None = None  # private: needs this token
+    gated: bool = False  # listed for everyone, but files need the token
     disabled: bool = False
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the data of a file: the connection ends after so many bytes."""
+    """A broken connection: data of a file ends after this many bytes."""
 
     after: int
     times: int = 1
@@ -57,24 +57,24 @@ class Fault:
 
 @dataclass
 class Hub:
-    """The server's state; `seen` are (method, path, Range, Authorization) of its requests."""
+    """The server's state. seen: (method, path, Range, Authorization) of its requests."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
     faults: dict[str, Fault] = field(default_factory=dict)
     seen: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
-    slow: threading.Event | None = None  # set: data stops half way until it is
+    slow: threading.Event | None = None  # if given, data stops half way until the event is set
     status: int = 0
-    heads: int | None = None  # so many HEAD requests are answered, then 503
+    heads: int | None = None  # number of HEAD requests that are answered; later ones get 503
     corrupt: bool = False
     ranges: bool = True
 
     def __post_init__(self):
-        # Held while a thread writes and counts what it wrote.
+        # Held while a thread writes and counts its bytes.
         self.counting, self.counted = threading.Lock(), 0
 
     @property
     def sent(self):
-        """Bytes of data that clients got. Who has all of them finds them counted."""
+        """Bytes of data sent to clients. When a client has all of them, they are counted."""
         with self.counting:
             return self.counted
 
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.state.repos.get(name)
         known = repo is not None and f"Bearer {repo.token}" == self.headers.get("Authorization")
         if repo is None or (repo.token and not repo.gated and not known):
-            # the Hub does not tell the missing from the private
+            # The Hub does not distinguish missing and private repositories.
             self.fail(401 if repo else 404, "RepoNotFound")
         elif repo.gated and not known and not listing:
             self.fail(403, "GatedRepo")
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.connection.close()
             return
-        # Nobody reads a large one to its end.
+        # No client reads a large file to its end.
         rest = data[: 1 << 24] if isinstance(data, Sparse) and not span else data[start:end]
         if self.state.slow is not None and len(data) >= LARGE:
             self.write(rest[: len(rest) // 2])

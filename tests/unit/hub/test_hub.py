@@ -1,5 +1,4 @@
-"""`pull` and `-m hf:` with the real client against a local server that speaks the Hub's
-protocol. Nothing leaves the machine."""
+"""`pull` and `-m hf:` with the real client and a local server that speaks the Hub's protocol."""
 
 import os
 import shlex
@@ -20,7 +19,7 @@ from waiting import wait_until
 from gguf_tools import hub as module
 
 
-def test_the_only_model(server, tmp_path):
+def test_a_repository_with_one_model(server, tmp_path):
     data = noise(1)
     server.repos["o/n"] = Repo({"README.md": b"hi", "m.gguf": data, "mmproj-m.gguf": noise(2)})
     result = pulled("o/n")
@@ -31,7 +30,7 @@ def test_the_only_model(server, tmp_path):
     assert result.stderr.startswith("o/n at c0ffeec0: 1 file, 293 KiB, 293 KiB to download into ")
     assert " free there\n" in result.stderr
     assert not [name for name in blobs(tmp_path) if "incomplete" in name]
-    # huggingface_hub sees it as its own
+    # huggingface_hub finds the file in its own cache
     from huggingface_hub import try_to_load_from_cache
 
     assert try_to_load_from_cache("o/n", "m.gguf") == path
@@ -97,7 +96,7 @@ def test_a_checkpoint(server):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
+def test_a_broken_connection_is_resumed(server, tmp_path, reset):
     data = noise(1)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.faults["m.gguf"] = Fault(after=100_000, times=2, reset=reset)
@@ -107,13 +106,14 @@ def test_a_cut_connection_is_taken_up(server, tmp_path, reset):
     assert spans[0] is None and len(spans) == 3
     starts = [int(span.removeprefix("bytes=").rstrip("-")) for span in spans[1:]]
     assert 0 < starts[0] < starts[1] < SIZE or (reset and starts == sorted(starts))
-    if not reset:  # a reset may lose what was under way
+    if not reset:  # a reset may lose data in transit
         assert starts == [100_000, 200_000]
         assert server.sent == SIZE
 
 
-def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
-    """Killed half way, with the process's own environment; the next run asks for the rest."""
+def test_an_interrupted_download_is_continued(server, tmp_path):
+    """A download that was killed half way is continued by the next run, which requests only the
+    rest."""
     data = noise(1, 30 << 20)
     server.repos["o/n"] = Repo({"m.gguf": data})
     server.slow = threading.Event()
@@ -149,7 +149,7 @@ def test_a_download_of_an_earlier_run_goes_on(server, tmp_path):
     assert server.data_requests()[-1][1] == f"bytes={have}-"
 
 
-def test_a_server_that_never_sends_it_all(server, monkeypatch):
+def test_a_server_that_always_breaks_off_is_given_up(server, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda _: None)
     server.repos["o/n"] = Repo({"m.gguf": noise(1)})
     server.faults["m.gguf"] = Fault(after=0, times=10**6)
@@ -186,7 +186,8 @@ def test_too_little_space_is_refused_before_the_first_byte(server, monkeypatch, 
 
 
 def test_one_file_by_its_path(server):
-    """As -m takes it, so that a name can be pasted from one command into the other."""
+    """pull accepts a path in the repository, with and without hf:, so names of other commands can
+    be pasted."""
     files = {f"sub/m-[{quant}].gguf": noise(i, 2000) for i, quant in enumerate(("Q2", "Q4"))}
     server.repos["o/n"] = Repo(files)
     for name in ("o/n/sub/m-[Q4].gguf", "hf:o/n/sub/m-[Q4].gguf"):
@@ -216,7 +217,7 @@ def test_revisions(server):
     server.repos["o/n"] = Repo({"m.gguf": noise(1), "b.txt": b"x"}, commit=new)
     second = pull("o/n")
     assert f"snapshots/{new}/" in second.stdout
-    assert "already downloaded" in second.stderr  # the same content under another commit
+    assert "already downloaded" in second.stderr  # the same content in another commit
 
 
 def test_missing_private_and_gated(server, monkeypatch):
@@ -234,11 +235,11 @@ def test_missing_private_and_gated(server, monkeypatch):
     for name in ("o/private", "o/gated"):
         pulled(name)
     sent_to_cdn = {auth for _, path, _, auth in server.seen if path.startswith("/cdn/")}
-    assert sent_to_cdn == {None}  # another host never sees the token
+    assert sent_to_cdn == {None}  # another host never gets the token
 
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "o/n n", "o/n/", "../x", ""])
-def test_names_that_are_none(server, name):
+def test_names_that_are_not_repositories(server, name):
     said = refused(name)
     assert "write it as OWNER/NAME" in said or "no such model" in said
     assert server.data_requests() == []
@@ -262,7 +263,7 @@ def test_a_hub_that_fails(server):
 
 
 def test_a_hub_that_fails_at_the_end(server, monkeypatch):
-    """What was downloaded stays: the next run fetches nothing again."""
+    """Downloaded data is kept, and the next run downloads nothing again."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
     server.repos["o/n"] = Repo({"m.gguf": noise(1)})
     server.heads = 1
@@ -275,6 +276,6 @@ def test_a_hub_that_fails_at_the_end(server, monkeypatch):
     assert server.sent == before == SIZE
 
 
-def test_a_hub_that_is_not_there(server):
+def test_a_hub_that_cannot_be_reached(server):
     server.stop()
     assert refused("o/n").startswith(f"o/n: {server.url} cannot be reached: ")

@@ -1,4 +1,4 @@
-"""Commands that take a model of the Hub by its name."""
+"""Commands with a model named by its Hub repository."""
 
 import json
 
@@ -36,12 +36,13 @@ def test_chat_with_a_model_of_the_hub(server, tiny, tmp_path, monkeypatch, libra
     assert (again.stdout, again.stderr) == (result.stdout, "")
     assert "contains 2 models" in chat("hf:o/n").stderr
     server.repos["o/n"].files |= {f"{folder}/other.gguf": noise(2) for folder in "ab"}
-    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr  # that very file, which is none
+    # exactly this file, which is not a model
+    assert "other.gguf: header" in chat("hf:o/n/other.gguf").stderr
     del server.repos["o/n"].files["other.gguf"]
     assert "several models match: a/other.gguf, b/other.gguf" in chat("hf:o/n/other.gguf").stderr
     assert "write it as hf:OWNER/NAME or hf:OWNER/NAME/FILE.gguf" in chat("hf:o").stderr
 
-    server.status = 503  # the cache is enough
+    server.status = 503  # the cache suffices
     assert chat(name).stdout == result.stdout
     assert "status 503" in chat("hf:o/none").stderr
 
@@ -72,7 +73,7 @@ def resolved(text):
     return module.resolve_checkpoint(text, lambda note: None)
 
 
-def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
+def test_a_checkpoint_takes_precedence_over_a_gguf(server):
     server.repos["o/n"] = Repo({**CHECKPOINT, "n.gguf": noise(2)}, revisions=("main", "v2"))
     folder, name = resolved("hf:o/n")
     assert name == "n"
@@ -90,7 +91,7 @@ def test_a_checkpoint_goes_before_a_gguf_and_has_revisions(server):
     assert resolved("hf:o/n@v2")[0] == folder
 
 
-def test_convert_says_what_is_wrong_with_what_it_fetched(server, tmp_path):
+def test_convert_reports_errors_of_a_downloaded_checkpoint(server, tmp_path):
     server.repos["o/n"] = Repo(CHECKPOINT)
     words = ["convert", "hf:o/n", tmp_path / "out.gguf", "--tiers"]
     assert "unknown tier f17" in run(*words, "q4_k,f17").output

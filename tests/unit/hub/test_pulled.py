@@ -1,4 +1,4 @@
-"""Models in the cache: listed, named in short, removed; and the user cache beside it."""
+"""Downloaded models: listed, found by short names, and removed. Also the user cache."""
 
 import json
 import re
@@ -18,7 +18,7 @@ FOLDER = re.compile(r'(?:cache_dir\(\)|\bcache|"cache"\)) / "(\w+)"')
 
 @pytest.fixture
 def models(server):
-    """Two quantizations of one repository, one of another, and a checkpoint."""
+    """Two quantizations in one repository, one in another, and a checkpoint."""
     server.repos["o/big"] = Repo(
         {"big-Q4.gguf": noise(1, 3000), "big-Q2.gguf": noise(2, 2000), "mmproj-big.gguf": noise(3)}
     )
@@ -67,7 +67,7 @@ def test_a_short_name_runs(server, tmp_path, monkeypatch):
     assert pull("o/n").exit_code == 0
     monkeypatch.chdir(tmp_path)
     assert "tiny-Q4.gguf" in json.loads(run("inspect", "tiny-Q4", "--json").stdout)["files"][0]
-    # A file of the name goes first.
+    # An existing file of this name takes precedence.
     tiny.rename("tiny-Q4")
     assert json.loads(run("inspect", "tiny-Q4", "--json").stdout)["files"][0].endswith("tiny-Q4")
 
@@ -77,7 +77,7 @@ def test_one_of_two_models_is_removed(models, tmp_path):
     assert result.stdout == "o/big/big-Q2.gguf: 1.95 KiB freed\n"
     assert find_pulled("big-Q4") is not None and find_pulled("big-Q2") is None
     result = run("rm", "o/big", "weights")
-    assert result.exit_code == 1, "a name that is unknown removes nothing"
+    assert result.exit_code == 1, "an unknown name must remove nothing"
     assert find_pulled("big-Q4") is not None
     assert run("rm", "o/big", "p/weights").exit_code == 0
     assert len(blobs(tmp_path)) == 1

@@ -1,4 +1,4 @@
-"""Headers of models that are not here, read by range requests from a local server."""
+"""Headers of models on a server, read with range requests."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def known(name, precision):
 
 
 def header(part, tensors, more):
-    """A part of a file with so many tensors of a header, of its true size."""
+    """A part of a file: the header of these tensors, and zeros up to its true size."""
     writer = GGUFWriter(part.path)
     for key, value in more.items():
         writer.meta(key, value)
@@ -41,7 +41,7 @@ def metadata(part):
 
 @pytest.fixture
 def large(server):
-    """A file of 63 GB, with a vocabulary of 50,000 tokens."""
+    """A file of 63 GB with a vocabulary of 50,000 tokens."""
     _, part = known("gpt-oss-120b", "MXFP4")
     file = header(part, part.tensors.values(), metadata(part))
     assert len(file) > 60e9
@@ -80,14 +80,14 @@ def test_a_model_in_parts(server, tmp_path, text):
 
 
 def endless():
-    """A header that says it goes on for ever."""
+    """A file whose header claims a text of 4 GiB."""
     writer = GGUFWriter(Path("x.gguf"))
     writer.meta("general.architecture", "x" * 1000)
     long = writer.header().replace(b"\xe8\x03" + bytes(6), (1 << 32).to_bytes(8, "little"))
     return Sparse(long, 1 << 36)
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
+def test_errors_of_reading_a_remote_header(server, large, tmp_path):
     server.repos["o/n"].files["endless.gguf"] = endless()
     at = f"{server.url}/o/n/resolve/main"
     for text, error, said in (
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(server, large, tmp_path):
 
 
 def test_a_plan_before_anything_is_downloaded(server, large, tmp_path, monkeypatch):
-    """As of a file, with the disk of this machine: the stand-in has none."""
+    """The plan is the same as for a local file, with the bandwidth of this machine's disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen, disk = [], Bandwidth(1e9)
 

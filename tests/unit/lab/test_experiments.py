@@ -1,4 +1,4 @@
-"""The form of all experiments: their names, their options, their tables."""
+"""Every experiment has the same form: names, options, tables."""
 
 import dataclasses
 
@@ -58,10 +58,11 @@ def test_a_table_is_text_markdown_and_data():
     assert found["rows"][1] == ["longer", "", "100 %"]
 
 
-def test_text_fits_the_terminal_where_it_can():
+def test_text_is_wrapped_to_the_terminal():
     wide = tuple(Column("column", "share", percent(1)) for _ in range(12))
     table = Table("word " * 40, (NAME, *wide), [*ROWS[:1], {"name": "c", "error": "x" * 200}])
     table.footnotes.append("  indented " + "word " * 40)
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert lines[-1].startswith("      word")  # a note's own indent, and that of what goes on
+    # indentation of the note plus that of continued lines
+    assert lines[-1].startswith("      word")

@@ -1,4 +1,5 @@
-"""`moe-edge gpu-check`: each step a process with a limit; whatever ends it, what ended is kept."""
+"""`moe-edge gpu-check`: each step is a process with a time limit, and results survive the end of
+the call."""
 
 import random
 import signal
@@ -14,8 +15,8 @@ from orchestrator.lab.gpu_check import ROOT, Folder, Step
 
 TEST = "tests/native/cuda/test_kernels.py::test_random_swaps[gpu]"
 
-# A call with 30 steps in the place of what it would run; each says at its very end that it ran.
-# Those behind a number take as long as a step may: a call is still at work when it is killed.
+# A call with 30 steps that record their number at their end. Steps from number `most` on take as
+# long as a step may, so the call is still running when it is killed.
 CALL = """
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ sys.exit(not gpu_check.run(report, None, "", False, print))
 
 
 def test_every_test_for_a_gpu_has_its_part_and_its_order():
-    """Each is found by the name under which pytest runs it."""
+    """Each test has a part and a unique name, under which pytest finds it."""
     steps = gpu_check.find_tests(emulated=False)
     parts = [step.part for step in steps]
     assert set(parts) == set(gpu_check.PARTS)
@@ -45,7 +46,7 @@ def test_every_test_for_a_gpu_has_its_part_and_its_order():
 
 
 def test_killed_at_ten_random_moments(tmp_path):
-    """What was done is in the report, is not done again, and the next call goes on behind it."""
+    """Finished steps are in the report and are not repeated. The next call continues after them."""
     ran, report = tmp_path / "ran", tmp_path / "report.md"
     ran.touch()
     call = [sys.executable, "-c", CALL, str(ran), str(report)]
@@ -71,7 +72,7 @@ def test_killed_at_ten_random_moments(tmp_path):
     text = report.read_text()
     assert all(f"| step {i} | passed |" in text and f"    said {i}\n" in text for i in range(30))
     times = [ran.read_text().split().count(str(i)) for i in range(30)]
-    # a step that had ended when the call was killed, but was not yet written down, runs again
+    # A step that finished but was not yet recorded when the call was killed runs again.
     assert all(times) and sum(times) <= 30 + kills
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
     assert sum(times) == len(ran.read_text().split())
@@ -79,7 +80,7 @@ def test_killed_at_ten_random_moments(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With a GPU."""
+    """A report folder on a machine with a GPU."""
     monkeypatch.setattr(gpu_check, "find_gpu", lambda: (True, "one"))
     return Folder(tmp_path / "report.md")
 
@@ -95,7 +96,7 @@ def shell(name, line, limit_s=60.0):
 
 
 def test_a_hang_and_a_crash_end_their_step_alone(folder, monkeypatch):
-    """What hangs is ended with all that it started."""
+    """A step that hangs is killed together with its child processes."""
     alive, wait = folder.path / "alive", subprocess.Popen.wait
     hang = shell("hang", f"echo begun; (while :; do date > {alive}; sleep 0.02; done) & wait", 0.2)
 
@@ -113,7 +114,7 @@ def test_a_hang_and_a_crash_end_their_step_alone(folder, monkeypatch):
     assert found["hang"].reason == "it took longer than 0.2 s" and "begun" in found["hang"].output
     assert found["crash"].reason == "signal 11 (SIGSEGV)"
     assert found["fine"].outcome == "passed"
-    for _ in range(20):  # what is killed may still do the call of the system that it is in
+    for _ in range(20):  # a killed process may complete its current system call
         alive.unlink(missing_ok=True)
         time.sleep(0.2)
         if not alive.exists():
@@ -130,7 +131,7 @@ def test_without_a_gpu_all_is_skipped(monkeypatch, tmp_path, capsys):
     assert "no GPU: no driver" in capsys.readouterr().out
 
 
-def test_what_it_cannot_do_is_said(tmp_path, monkeypatch):
+def test_an_unknown_part_and_a_missing_checkout_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown part 'all': choose one of device, "):
         gpu_check.run(tmp_path / "r.md", "all", "", False, print)
     monkeypatch.setattr(gpu_check, "TESTS", tmp_path / "none")

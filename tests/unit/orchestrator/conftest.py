@@ -1,5 +1,4 @@
-"""What tests of speeds and of the predictions by them want: a model in two tiers, and a llama.cpp
-beside which no speed is kept yet."""
+"""Fixtures for tests of measured speeds and of predictions that use them."""
 
 import pytest
 

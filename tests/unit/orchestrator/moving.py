@@ -1,4 +1,4 @@
-"""Experts that move from one tier to another, with reads that take several steps each."""
+"""A simulated store whose transitions (experts that change their tier) take several steps each."""
 
 import numpy as np
 
@@ -14,11 +14,14 @@ def started(policy):
 
 
 class MovingStore:
-    """What the native store does with transitions, in Python. An expert is never asked for while
-    it moves, and nowhere are more slots taken than there are."""
+    """The native store's transitions in Python.
+
+    Asserts that no expert in transition gets a second transition, and that no slot group exceeds
+    its number of slots.
+    """
 
     def __init__(self, plan, tiers):
-        """tiers uint8 [n_layers, n_expert] is brought up to date."""
+        """tiers: uint8 [n_layers, n_expert], updated in place."""
         self.plan, self.tiers = plan, tiers
         self.moved = np.zeros(tiers.shape, int)
         self.way: dict[tuple[int, int], tuple[int, int, bool]] = {}
@@ -45,7 +48,8 @@ class MovingStore:
         self._check()
 
     def begin_step(self):
-        """What has arrived is in its tier."""
+        """Advance every transition by one step. A finished transition changes `tiers`, unless it
+        fails."""
         for at, (tier, left, fails) in list(self.way.items()):
             self.way[at] = tier, left - 1, fails
             if left == 1:
@@ -54,8 +58,11 @@ class MovingStore:
 
 
 def settle(plan, resident, rng, moves_for):
-    """Lets experts move until none is under way. resident is brought up to date; moves_for: what
-    is asked for, by the target of each expert. Returns how often each moved."""
+    """Run steps until no transition is in progress.
+
+    resident: tiers of the experts, updated in place. moves_for: function that returns the requested
+    transitions for the target tier of each expert. Returns how often each expert moved.
+    """
     store = MovingStore(plan, resident)
     for _ in range(400):
         for move in moves_for(store.target):

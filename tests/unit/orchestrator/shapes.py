@@ -1,4 +1,5 @@
-"""Models and route events without a library: numpy arrays in the place of native memory."""
+"""Model shapes, route events, store views and decisions as numpy arrays, without the native
+library."""
 
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ N_LAYERS, N_EXPERT = 4, 16
 
 
 def five_tiers(odd=False):
-    """odd: its last layer has slots of another size."""
+    """Shape with five tiers. odd: the slots of the last layer have twice the size."""
     tiers = tuple({UP: 4096 * n, GATE: 4096 * n, DOWN: 4096 * n} for n in (5, 3, 2, 2, 1))
     last = tuple({kind: 2 * size for kind, size in each.items()} for each in tiers)
     layers = (tiers,) * (N_LAYERS - 1) + ((last,) if odd else (tiers,))
@@ -30,7 +31,8 @@ def five_tiers(odd=False):
 
 
 def assert_holds(plan, shape, tiers, budget):
-    """The plan keeps to the budget, and has slots that are large enough for every matrix."""
+    """Assert that the plan is within the budget and that each matrix fits the slots of its
+    group."""
     assert plan.total_bytes <= budget
     wanted = {
         (layer, kind, tier): size
@@ -64,8 +66,10 @@ def make_event(shape, rng, n_tokens=1, layer=0, phase=Phase.DECODE, n_ahead=0, t
 
 
 def in_one_step(event, of):
-    """Makes an event that of several sequences, by the sequence and phase of each token, and
-    returns what the event of each sequence alone would have been."""
+    """Turn an event into one of several sequences.
+
+    of: (sequence, phase) of each token. Returns the event that each sequence alone would have had.
+    """
     n = len(of)
     event._sequences, event._phases = (
         np.array([each for each, _ in of], np.int32),
@@ -105,7 +109,7 @@ def make_decision(shape, capacity=MAX_PREFETCH):
 
 
 def prefetches(out):
-    """(layer, expert, tier, kinds) of every request so far."""
+    """Requested prefetches as (layer, expert, tier, bit mask of kinds)."""
     return [
         (key & 0xFFFF, key >> 16 & 0xFFFF, key >> 32 & 0xFF, key >> 40 & 0xFF)
         for key in out._prefetch[: out.n_prefetch]
@@ -113,7 +117,7 @@ def prefetches(out):
 
 
 class Known(History):
-    """Knows what it is given: hotness, losses, estimate, tuned."""
+    """A history with fixed values: hotness, losses, estimate, tuned."""
 
     def __init__(self, **known):
         self.known = known
@@ -132,18 +136,21 @@ class Known(History):
 
 
 def placed(kind, shape, settings=None, rules=None, budget=1 << 40, **known):
-    """The placement of a kind of policy, by default with slots for everything."""
+    """Placement of a policy class. Default budget: slots for every expert."""
     return place(kind, shape, settings, rules, budget, Known(**known))
 
 
 def policy_of(kind, shape, settings=None, rules=None, budget=1 << 40, **known):
-    """The policy with this placement."""
+    """A policy with the placement that `placed` returns."""
     return placed(kind, shape, settings, rules, budget, **known).make(Known(**known))
 
 
 def least_of(kind, shape, settings=None, rules=None):
-    """Bytes of the fewest slots with which a kind of policy works. Such a budget is enough, and a
-    byte less is not."""
+    """Return the smallest budget, in bytes, with which a policy works.
+
+    Asserts that the placement fits this budget, and that it needs more than a budget of one byte
+    less.
+    """
     least = placed(kind, shape, settings, rules, 0).slots.total_bytes
     assert placed(kind, shape, settings, rules, least).slots.total_bytes == least
     assert placed(kind, shape, settings, rules, least - 1).slots.total_bytes > least - 1
@@ -151,5 +158,5 @@ def least_of(kind, shape, settings=None, rules=None):
 
 
 def change(policy, **values):
-    """Changes live settings."""
+    """Change settings of a policy while it runs."""
     policy.update_settings(replace(policy.settings, **values))

@@ -1,5 +1,6 @@
-"""Who gets the bits and the slots: hulls, divided budgets, splits, the schedule by depth (DyMoE eq.
-4-5), pools; and whether loading ahead pays."""
+"""How bytes and slots are allocated: convex hulls, divided budgets, prefix splits, the schedule by
+depth (DyMoE, eq. 4 and 5), and slot pools. Also the trials that switch prefetch off if it does not
+pay."""
 
 import itertools
 from itertools import pairwise, product
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from shapes import UP, make_shape, placed
 from tables import cases
 
-from orchestrator.allocation.critical import falling
 from orchestrator.allocation.hull import Hull, lost
 from orchestrator.allocation.look_ahead import (
     BLOCK_STEPS,
@@ -23,7 +23,7 @@ from orchestrator.allocation.look_ahead import (
 )
 from orchestrator.allocation.placement import prefix_split
 from orchestrator.allocation.pools import Tracker
-from orchestrator.allocation.slots import Share, divide
+from orchestrator.allocation.slots import Share, divide, falling
 from orchestrator.errors import ConfigError, PolicyError
 from orchestrator.events import Phase, StepReport
 from orchestrator.policy.dymoe import DyMoE, critical_counts, realised, solve
@@ -35,27 +35,30 @@ def taken(tiers, sizes):
     return int(np.take_along_axis(sizes, tiers.astype(np.int64), axis=1).sum())
 
 
-# Every choice of a tier for each of six experts.
+# Every choice of one of four tiers for each of six experts, [4096, 6].
 CHOICES = np.array(list(product(range(4), repeat=6)))
 
 
 def every(of_expert):
-    """What each of CHOICES sums up to. of_expert [6, 4]."""
+    """Sum of a quantity over the six experts, for each row of CHOICES. of_expert: [6, 4]."""
     total: np.ndarray = of_expert[np.arange(6), CHOICES].sum(axis=1)
     return total
 
 
 def bound(hull, n_bytes):
-    """The least loss in so many bytes, were experts divisible."""
+    """Lower bound of the loss within n_bytes: the hull, interpolated as if experts were
+    divisible."""
     return float(np.interp(n_bytes, hull.n_bytes, hull.loss))
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=15, deadline=None)
 def test_nothing_is_better_at_the_break_points(seed):
-    """All 4^6 choices are tried; losses that do not fall with the tier are among them. Between the
-    break points no choice is below the bound, and the allocation within the budget is no worse than
-    the break point below."""
+    """Compare the hull with all 4^6 choices, also for losses that do not fall with the tier.
+
+    No choice is better at a break point. Between break points no choice is below the bound, and the
+    allocation within a budget is at most as bad as the break point below it.
+    """
     rng = np.random.default_rng(seed)
     losses = rng.random((2, 3, 4)) ** 3
     if seed % 2:
@@ -80,15 +83,17 @@ def test_nothing_is_better_at_the_break_points(seed):
     assert best(budget) <= lost(losses, tiers) + 1e-12 <= below + 2e-12
 
 
-def test_what_is_left_goes_to_later_edges():
-    """The steepest edge that does not fit is passed by, with those behind it of the same expert."""
+def test_a_budget_too_small_for_one_edge_goes_to_later_edges():
+    """If the steepest edge does not fit the budget, that expert's further edges are skipped too,
+    and flatter edges of other experts are used."""
     losses = np.array([[[0.0, 8.0, 9.0], [0.0, 0.5, 4.0]]])
     sizes = np.array([[9, 4, 1]])
     hull = Hull(losses, sizes)
     assert hull.at(2).tolist() == [[2, 2]]
-    assert hull.at(5).tolist() == [[2, 1]]  # 3.5 for 3 bytes
+    assert hull.at(5).tolist() == [[2, 1]]  # loss falls by 3.5 for 3 bytes
     assert hull.at(9).tolist() == [[2, 1]]
-    assert hull.at(10).tolist() == [[2, 0]]  # 9 for 8 do not fit, 0.5 for 5 do
+    # the edge of 9 for 8 bytes does not fit, that of 0.5 for 5 bytes does
+    assert hull.at(10).tolist() == [[2, 0]]
     assert hull.at(13).tolist() == [[0, 1]]
     assert hull.at(1 << 40).tolist() == [[0, 0]]
     assert bound(hull, 8.5) == pytest.approx(9.5 - 9 * 3.5 / 8)
@@ -125,7 +130,7 @@ def test_divide_stays_within(shares, spare):
 
 
 @given(SHARES)
-def test_divide_gives_the_floors_where_the_budget_is_too_small(shares):
+def test_divide_returns_the_floors_if_the_budget_is_too_small(shares):
     assert divide(shares, needed(shares) - 1) == [share.floor for share in shares]
 
 
@@ -159,14 +164,14 @@ PAPER = (4, 3, 2, 1)
 
 
 def loss_of(counts, loss, weights=None):
-    """What a split loses: the first experts get the first width."""
+    """Loss of a split. The first counts[0] experts get the first width, and so on."""
     columns = np.repeat(np.arange(len(counts)), counts)
     lost = loss[np.arange(len(loss)), columns]
     return float((lost if weights is None else lost * weights).sum())
 
 
 def splits(n, widths, budget, most=None):
-    """Every split that keeps to the budget and to the slots."""
+    """Yield each split within the budget in bits and the limit of slots per width (`most`)."""
     for counts in itertools.product(range(n + 1), repeat=len(widths)):
         if sum(counts) != n or sum(c * b for c, b in zip(counts, widths, strict=True)) > budget:
             continue
@@ -176,7 +181,7 @@ def splits(n, widths, budget, most=None):
 
 @pytest.mark.parametrize("widths", [PAPER, (4, 3, 2), (4, 2, 1), (3, 1), (8, 4, 2), (4,)])
 @pytest.mark.parametrize("falls", [True, False])
-def test_it_is_the_best_of_all_splits(widths, falls):
+def test_prefix_split_is_the_best_of_all_splits(widths, falls):
     random = np.random.default_rng(len(widths))
     for n in range(1, 7):
         loss = random.random((n, len(widths)))
@@ -205,7 +210,7 @@ def test_slots_limit_the_split():
         assert loss_of(found, loss) == pytest.approx(min(loss_of(each, loss) for each in every))
 
 
-def test_what_cannot_be_split():
+def test_impossible_splits_are_refused():
     with pytest.raises(PolicyError, match="cannot keep to 11 bits"):
         prefix_split(np.ones((6, 2)), (4, 2), 11)
     with pytest.raises(PolicyError, match="falling"):
@@ -213,9 +218,9 @@ def test_what_cannot_be_split():
     assert prefix_split(np.zeros((0, 4)), PAPER, 0) == (0, 0, 0, 0)
 
 
-# Eq. 4 and 5 worked out by hand: lambda, r(l) of each layer, M, t_l of each layer. The cosines of
-# 5 layers are 1, sqrt(1/2), 0, -sqrt(1/2), -1; those of 7 layers 1, sqrt(3)/2, 1/2, 0 and back;
-# those of 4 layers 1, 1/2, -1/2, -1. Where r(l) * M is whole, the ceiling leaves it alone.
+# Eq. 4 and 5 by hand: lambda, r(l) of each layer, M, t_l of each layer. The cosines of 5 layers are
+# 1, sqrt(1/2), 0, -sqrt(1/2), -1; those of 7 layers 1, sqrt(3)/2, 1/2, 0, and the same negative;
+# those of 4 layers 1, 1/2, -1/2, -1. If r(l) * M is a whole number, the ceiling does not change it.
 BY_HAND = [
     (0.5, [1.0, 0.9267766953, 0.75, 0.5732233047, 0.5], 8, [8, 8, 6, 5, 4]),
     (0.0, [1.0, 0.8535533906, 0.5, 0.1464466094, 0.0], 8, [8, 7, 4, 2, 1]),
@@ -228,8 +233,10 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("lam", "r", "m", "t"), BY_HAND)
 def test_the_schedule_is_the_papers(lam, r, m, t):
-    """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M);
-    the one layer of lambda = 0 whose t_l is 0 keeps one expert, as we state."""
+    """r(l) = (1 - lambda) * (cos(pi * l / (L - 1)) + 1) / 2 + lambda, and t_l = ceil(r(l) * M).
+
+    With lambda = 0 the last layer's t_l would be 0. It keeps one expert; this is our addition.
+    """
     assert [(1 - lam) * c + lam for c in falling("cosine", len(r))] == pytest.approx(r, abs=1e-9)
     assert critical_counts(lam, len(r), m) == t
 
@@ -240,7 +247,7 @@ def test_the_schedule_is_the_papers(lam, r, m, t):
     st.integers(1, 8),
     st.sampled_from(["cosine", "linear", "flat"]),
 )
-def test_the_solution_is_the_nearest_there_is(retention, n_layers, m, schedule):
+def test_the_solved_schedule_is_the_nearest_to_the_retention(retention, n_layers, m, schedule):
     counts = solve(retention, n_layers, m, schedule)
     error = abs(realised(counts, m) - retention)
     for other in np.linspace(0, 1, 401):
@@ -253,7 +260,8 @@ def test_shapes_of_the_schedules():
     assert falling("linear", 3) == [1.0, 0.5, 0.0]
     assert falling("flat", 5) == [0.0] * 5
     cosine, linear = falling("cosine", 9), falling("linear", 9)
-    assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))  # the slow start
+    # the cosine falls more slowly at first
+    assert all(a > b for a, b in zip(cosine[1:4], linear[1:4], strict=True))
     with pytest.raises(ConfigError, match="cosine, linear, flat"):
         falling("steep", 3)
 
@@ -267,7 +275,8 @@ TRIAL_STEPS = 4 * BLOCK_STEPS
 
 
 def run(monitor, n, with_us, without_us):
-    """n steps of these costs; whether each of them prefetched."""
+    """Report n decode steps with these costs in microseconds. Returns for each whether it
+    prefetched."""
     ran = []
     for _ in range(n):
         ran.append(monitor.on)
@@ -276,7 +285,7 @@ def run(monitor, n, with_us, without_us):
 
 
 @pytest.mark.parametrize("with_us", [80.0, 99.0, 100.0, 101.0])
-def test_it_stays_while_nothing_else_is_clearly_better(with_us):
+def test_prefetch_stays_on_while_it_is_not_clearly_slower(with_us):
     monitor = Prefetching("auto", 1)
     ran = run(monitor, FIRST_STEPS + TRIAL_STEPS + PERIOD_STEPS, with_us, 100.0)
     assert monitor.pays
@@ -284,7 +293,7 @@ def test_it_stays_while_nothing_else_is_clearly_better(with_us):
     assert ran[:FIRST_STEPS] == [True] * FIRST_STEPS
 
 
-def test_it_stops_where_it_costs_and_comes_back():
+def test_prefetch_stops_if_it_costs_time_and_restarts():
     monitor = Prefetching("auto", 1)
     run(monitor, FIRST_STEPS + TRIAL_STEPS, 130.0, 100.0)
     assert not monitor.pays
@@ -293,7 +302,7 @@ def test_it_stops_where_it_costs_and_comes_back():
     assert monitor.pays
 
 
-def test_trials_grow_rare_while_they_confirm():
+def test_trials_become_rarer_while_they_confirm():
     monitor = Prefetching("auto", 1)
     ran = run(monitor, 20 * LONGEST_STEPS, 70.0, 100.0)
     starts = [i for i in range(1, len(ran)) if ran[i - 1] and not ran[i]][::2]
@@ -312,22 +321,28 @@ def test_a_few_slow_steps_decide_nothing():
 
 
 def test_recall_and_precision():
-    """FIRM-MoE's eq. 7 and 8. Of layer 0 two of the four in use were expected, and two of the three
-    expected are used. Nothing was expected of layer 1, and what was of layer 2 is not seen."""
+    """Recall and precision of predicted experts (FIRM-MoE, eq. 7 and 8).
+
+    Layer 0: two of four used experts were predicted, and two of three predicted experts are used.
+    Layer 1: nothing was predicted. Layer 2: its experts are not observed.
+    """
     seen = PredictionScore(4)
     for layer, expected, used in ((0, [5, 2, 7], [2, 7, 8, 9]), (1, [], [1, 2])):
         seen.expect(layer, expected)
         seen.observe(layer, used)
     seen.expect(2, [1])
-    seen.observe(3, [1])  # another layer than the one of which something was expected
+    seen.observe(3, [1])  # nothing was predicted for layer 3
     assert seen.recall() == [0.5, 0.0, None, None]
     assert seen.precision() == [pytest.approx(2 / 3), None, None, None]
     assert seen.size() == [3.0, 0.0, None, None]
 
 
-def test_moves_get_slots_in_their_order_until_none_is_left():
-    """Two layers; a pool of each in tier 0, and one of both that tiers 1 and 2 share. A pool with
-    more than its slots takes none from another."""
+def test_transitions_reserve_slots_in_order():
+    """Transitions reserve slots in order, each from the pool of its layer and tier.
+
+    In tier 0 each of the two layers has its own pool; tiers 1 and 2 of both layers share one. A
+    full pool takes no slot from another pool, and the iteration ends when all pools are full.
+    """
     shared = [2]
     apart, together = np.array([0, 1]), np.array([0, 0])
     tracker = Tracker([[1, 0], shared, shared], [apart, together, together])

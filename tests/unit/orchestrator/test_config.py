@@ -1,4 +1,5 @@
-"""Settings are strict where they come in, and a record is checked by what its fields declare."""
+"""Settings are checked when a record is built, by the ranges and choices that its fields
+declare."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from gguf_tools import process
 from orchestrator import config as config_module
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, SettingError
-from orchestrator.settings import FROM_1, Notation, Settings, again, parse_size, setting
+from orchestrator.settings import FROM_1, Notation, Settings, inherit, parse_size, setting
 
 SIZES = {
     "4096B": 4096,
@@ -22,12 +23,12 @@ SIZES = {
 SIZES |= {"500MB": 500_000_000, " 64 kib ": 65536, "2tb": 2 * 10**12}
 
 
-def test_sizes():
+def test_sizes_with_units():
     assert {text: parse_size(text) for text in SIZES} == SIZES
 
 
 @cases("text", "", "6 gigs", "GiB", "-1", "1e9", "0", "0.0001KB", "١GB", "1_000")
-def test_no_sizes(text):
+def test_texts_that_are_not_sizes_are_refused(text):
     with pytest.raises(ConfigError):
         parse_size(text)
 
@@ -65,7 +66,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_wrong_values(key):
+def test_wrong_values_name_the_setting(key):
     for value in WRONG[key]:
         with pytest.raises(ConfigError, match=f"'{key}'"):
             Config.build(**({"model": "m"} | {key: value}))
@@ -96,12 +97,12 @@ class Few(Settings):
 
 @dataclass(frozen=True)
 class Fewer(Few):
-    n: int = again(Few, "n", 1)
-    share: float = again(Few, "share", option=False, within=(0, 2))
-    words: tuple[str, ...] = again(Few, "words", ("c", "d"))
+    n: int = inherit(Few, "n", 1)
+    share: float = inherit(Few, "share", option=False, within=(0, 2))
+    words: tuple[str, ...] = inherit(Few, "words", ("c", "d"))
 
 
-def test_a_record_is_checked_by_what_it_declares():
+def test_a_record_is_checked_by_its_declarations():
     assert Few(more=None) == Few()
     for changes, message in (
         ({"n": 0}, "'n' must be 1 or more, not 0"),

@@ -1,5 +1,5 @@
-"""Context-aware placement: its arithmetic by hand, its statistics, moves that a store can do, and
-near tiers that share slots."""
+"""The policy `context`: its formulas against values by hand, its counts of each sequence,
+transitions that a store can execute, and near tiers that share slots."""
 
 from dataclasses import replace
 
@@ -52,16 +52,17 @@ def make(shape, budget=1 << 40, **options):
     return policy_of(ContextAware, shape, asked, budget=budget, **known)
 
 
-def test_importance_is_the_papers_without_a_prior():
-    """S = a P / sum P + (1 - a) W / sum W, by layer."""
+def test_importance_without_a_prior_is_the_papers():
+    """Importance is S = a P / sum P + (1 - a) W / sum W, for each layer."""
     counts, gates = np.array([[3.0, 1.0], [0.0, 4.0]]), np.array([[0.2, 0.6], [1.0, 1.0]])
     asked = PlacementSettings(importance_mix=0.25, prior_tokens=0.0)
     found = importance(counts, gates, np.array([[9.0, 1.0], [9.0, 1.0]]), asked, 1)
     assert found == pytest.approx(np.array([[0.375, 0.625], [0.375, 0.625]]))
 
 
-def test_a_profile_counts_as_so_many_tokens():
-    counts = np.array([[6.0, 2.0], [0.0, 0.0]])  # four tokens, two experts each; none
+def test_a_profile_counts_as_prior_tokens():
+    # four tokens with two experts each in layer 0, none in layer 1
+    counts = np.array([[6.0, 2.0], [0.0, 0.0]])
     usual = np.array([[1.0, 3.0], [1.0, 3.0]])
     asked = PlacementSettings(importance_mix=1.0, prior_tokens=4.0)
     found = importance(counts, counts, usual, asked, 2)
@@ -78,7 +79,8 @@ def test_the_most_important_are_hot_and_the_next_ones_have_more_bits():
     losses = nominal_losses((4, 2), 1, 6)
     assert place(scores, 2, losses, (4, 2), asked).tolist() == [[2, 0, 0, 1, 1, 2]]
     assert place(scores, 2, losses, (4, 2), asked, most=(1, 4)).tolist() == [[2, 0, 0, 1, 2, 2]]
-    # An expert that more bits do not help is the first of the prefix, and so none get them.
+    # Expert 3 has no loss in any tier. It is the first of the prefix that gets the better tier, so
+    # no expert gets it.
     losses[0, 3] = 0.0, 0.0
     losses[0, 4] = 0.5, 0.1
     plain = PlacementSettings(near_bits=3.0, near_weights="plain")
@@ -107,7 +109,7 @@ def test_as_many_are_hot_as_fit_the_budget():
     ({"near_bits": 1.5}, "--near-bits 1.5 is too small: q2_k has 2 bits"),
     ({"near_bits": 3.0, "near_tiers": "q4_k"}, "q4_k has 4 bits"),
 )
-def test_what_the_file_lacks_is_said(options, message):
+def test_tiers_and_bits_that_the_file_lacks_are_refused(options, message):
     with pytest.raises(PolicyError, match=message):
         make(three_tiers(), **options)
 
@@ -119,15 +121,18 @@ def test_several_precisions_are_needed(policy):
             placed(policy, shape, rules=rules)
 
 
-def told(policy, resident, phase=Phase.PREFILL, **more):
+def finish_step(policy, resident, phase=Phase.PREFILL, **more):
     counts = more.pop("counts", np.zeros(resident.shape, np.uint32))
     target = more.pop("target", resident)
     return policy.on_step(StepReport(phase, 1, 1.0, counts, resident, target, **more))
 
 
 def prefill(policy, rng, step, n_ahead=1):
-    """The events of one part of a prompt; returns what it used, [L, E], the last layer by the
-    look-ahead."""
+    """Decode the events of one part of a prompt.
+
+    Returns the uses of each expert, [L, E]. If n_ahead is set, those of the last layer are its
+    predicted experts.
+    """
     shape = policy.shape
     used = np.zeros((shape.n_layers, shape.n_expert))
     resident = np.full((shape.n_layers, shape.n_expert), 1, np.uint8)
@@ -146,25 +151,26 @@ def prefill(policy, rng, step, n_ahead=1):
 
 
 @pytest.mark.parametrize("n_ahead", [0, 1])
-def test_prompts_are_counted_and_the_last_layer_by_the_look_ahead(n_ahead):
+def test_prompts_are_counted_and_the_last_layer_by_its_prediction(n_ahead):
     rng, shape = np.random.default_rng(1), three_tiers()
     policy, resident = make(shape, hot_experts=4), np.zeros((4, 16), np.uint8)
     first = prefill(policy, rng, 0, n_ahead)
-    told(policy, resident, starts=(0,))
+    finish_step(policy, resident, starts=(0,))
     second = prefill(policy, rng, 1, n_ahead)
-    told(policy, resident)
+    finish_step(policy, resident)
     assert policy.updates == 0
     answered = rng.integers(0, 3, (4, 16))
     for _ in range(2):
-        told(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
-        assert policy.updates == 1  # once a prompt
+        finish_step(policy, resident, Phase.DECODE, counts=answered.astype(np.uint32))
+        assert policy.updates == 1  # one update for each prompt
     expected = first + second + 2 * answered
     hotness = policy.learned().hotness
     assert hotness == pytest.approx(4 * expected / expected.sum(axis=1, keepdims=True))
 
 
-def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
-    """As in a step of its own: P alone, in the layers that are counted by the look-ahead too."""
+def test_a_decode_token_in_a_prompts_step_has_no_gate_sums():
+    """A decode token in the same step as a prompt is counted as in a step of its own: its uses, but
+    no gate weights, also in layers that are counted by their predicted experts."""
     rng, shape = np.random.default_rng(5), three_tiers()
     policy, resident = make(shape, hot_experts=4), np.full((4, 16), 1, np.uint8)
     together = [(1, Phase.DECODE), *[(0, Phase.PREFILL)] * 5]
@@ -172,26 +178,27 @@ def test_an_answer_beside_a_prompt_counts_for_itself_and_has_no_gate_sums():
         event = make_event(shape, rng, len(together), layer, n_ahead=1)
         in_one_step(event, together)
         policy.decide(event, make_view(shape, resident), make_decision(shape))
-    told(policy, resident, starts=(0, 1))
+    finish_step(policy, resident, starts=(0, 1))
     for sequence, tokens in ((0, 5), (1, 1)):
         counts, gates = policy.use._of[sequence]
         assert counts.sum(axis=1).tolist() == [4 * tokens] * 4
         assert bool(gates.any()) == (sequence == 0)
 
 
-def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
+def test_a_failed_step_counts_nothing_and_a_new_sequence_starts_at_zero():
     rng, shape = np.random.default_rng(2), three_tiers()
     policy = make(shape, hot_experts=4, **PAPER)
     resident = np.zeros((4, 16), np.uint8)
-    prefill(policy, rng, 0)  # no report follows
+    prefill(policy, rng, 0)  # a step without a report: it failed
     once = prefill(policy, rng, 1)
-    told(policy, resident, starts=(0,))
+    finish_step(policy, resident, starts=(0,))
     assert policy.learned().hotness == pytest.approx(4 * once / once.sum(axis=1, keepdims=True))
     other = prefill(policy, rng, 2)
-    told(policy, resident, starts=(1,))  # beside the first one, they add up
+    # sequence 1 runs next to sequence 0, and their counts are added
+    finish_step(policy, resident, starts=(1,))
     assert policy.use.sums[0] == pytest.approx(once + other)
     third = prefill(policy, rng, 3)
-    told(policy, resident, ends=(0, 1), starts=(2,))
+    finish_step(policy, resident, ends=(0, 1), starts=(2,))
     assert policy.use.sums[0] == pytest.approx(third)
     both = once + other + third
     assert policy.learned().hotness == pytest.approx(4 * both / both.sum(axis=1, keepdims=True))
@@ -207,7 +214,8 @@ def test_a_failed_step_counts_nothing_and_a_new_sequence_begins_anew():
     placement=st.sampled_from(["wait", "async"]),
 )
 def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_slots, placement):
-    """From one placement to the next, with reads that take several steps each."""
+    """When a placement changes, each expert moves at most once, and no slot group overflows. Reads
+    take one to three steps each."""
     rng, shape = np.random.default_rng(seed), five_tiers(odd)
     asked = {"near_slots": near_slots, "placement": placement}
     losses = np.sort(rng.random((N_LAYERS, N_EXPERT, 5)) ** 3, axis=2)
@@ -216,12 +224,12 @@ def test_every_expert_moves_once_and_slots_suffice(seed, hot, bits, odd, near_sl
     for number in range(3):
         before = resident.copy()
         prefill(policy, rng, number)
-        told(policy, resident, starts=(number,), ends=(number - 1,))
+        finish_step(policy, resident, starts=(number,), ends=(number - 1,))
 
         def moves_for(target):
             if placement == "wait":
                 return policy.warm(resident, target)
-            return told(policy, resident, Phase.DECODE, target=target)
+            return finish_step(policy, resident, Phase.DECODE, target=target)
 
         moved = settle(plan, resident, rng, moves_for)
         assert policy.updates == number + 1
@@ -237,11 +245,13 @@ def test_one_group_of_slots_holds_all_near_tiers_and_each_is_of_the_largest():
         assert plan.groups[near.pop()].slot_bytes == 3 * 4096
     plan = shared(five_tiers(), hot_experts=4, near_tiers="q2_k,q1_0").placement.slots
     assert plan.groups[plan.group_of[0, 0, 4]].slot_bytes == 2 * 4096
-    assert plan.groups[plan.group_of[0, 0, 1]].n_slots == 1  # the store wants one of every tier
+    # the store needs at least one slot of every tier
+    assert plan.groups[plan.group_of[0, 0, 1]].n_slots == 1
 
 
 def test_the_bits_follow_the_losses_and_the_use():
-    """As place says with no limit on the experts of a tier, so that layers differ."""
+    """The tiers equal those of `place` without a limit on the experts of a tier, so layers have
+    different numbers of experts in each tier."""
     rng = np.random.default_rng(3)
     losses = np.zeros((N_LAYERS, N_EXPERT, 5))
     losses[..., 1:] = np.sort(rng.random((N_LAYERS, N_EXPERT, 4)) ** 4, axis=2)
@@ -264,15 +274,16 @@ def test_the_bits_follow_the_losses_and_the_use():
     assert report["near_bits_stored"] == pytest.approx(stored)
 
 
-def test_a_device_has_no_such_slots():
+def test_shared_near_slots_are_refused_on_a_device():
     shape = replace(five_tiers(), shares_slots=False)
     with pytest.raises(PolicyError, match="--near-slots shared needs slots in host memory"):
         shared(shape)
-    shared(shape, near_tiers="q2_k", near_bits=2.0)  # there is nothing to share
+    # one near tier has no other tier to share slots with
+    shared(shape, near_tiers="q2_k", near_bits=2.0)
     make(shape)
 
 
-def test_only_a_policy_that_waits_settles():
+def test_only_placement_wait_waits_for_transitions():
     rng, shape = np.random.default_rng(5), five_tiers()
     for waits in (False, True):
         policy = shared(shape, hot_experts=4, placement="wait" if waits else "async")
@@ -280,7 +291,7 @@ def test_only_a_policy_that_waits_settles():
         resident = started(policy)
         assert not policy.warm(resident, resident)
         prefill(policy, rng, 1)
-        told(policy, resident, starts=(0,))
+        finish_step(policy, resident, starts=(0,))
         assert bool(policy.warm(resident, resident)) == waits
     assert make(shape, placement="wait", transition_rate=5).wants.transition_rate == 0
     assert make(shape, transition_rate=5).wants.transition_rate == 5
@@ -290,8 +301,8 @@ SIZE = (2, 4)
 
 
 def read(use, step, tokens, **said):
-    """A step of a prompt: (sequence, experts) of each token, the same in both layers, with weights
-    0.75 and 0.25."""
+    """Report one prefill step. tokens: (sequence, experts) of each token, the same in both layers,
+    with gate weights 0.75 and 0.25."""
     ids = np.array([experts for _, experts in tokens], np.int32)
     gates = np.tile(np.array([0.75, 0.25], np.float32), (len(tokens), 1))
     of = np.array([sequence for sequence, _ in tokens], np.int32)
@@ -310,13 +321,15 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
     read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))
     answer(use, [0, 0, 1, 1])
     assert use.sums[0].tolist() == [[2, 1, 2, 1]] * 2
-    assert use.sums[1].tolist() == [[1.5, 0.25, 0.25, 0]] * 2  # answers have none
-    read(use, 2, [(0, [3, 0]), (5, [3, 2])], starts=(5,))  # a turn of one, a prompt of another
+    assert use.sums[1].tolist() == [[1.5, 0.25, 0.25, 0]] * 2  # decode steps have no gate weights
+    # a further turn of sequence 0 and the prompt of sequence 5
+    read(use, 2, [(0, [3, 0]), (5, [3, 2])], starts=(5,))
     assert use.sums[0].tolist() == [[3, 1, 3, 3]] * 2
     answer(use, [2, 0, 0, 2])
     assert use.sums[0].tolist() == [[5, 1, 3, 5]] * 2
     answer(use, [0, 4, 0, 0], ends=(0,))
-    # Of 5: its prompt, half of what both used together, and all since it is alone.
+    # Sequence 5 keeps its prompt, half of the shared decode counts, and all counts after sequence 0
+    # ended.
     assert use.sums[0].tolist() == [[1, 4, 1, 2]] * 2
     assert use.past.tolist() == [[4, 1, 2, 3]] * 2
     assert use.sums[1].tolist() == [[0, 0, 0.25, 0.75]] * 2
@@ -324,7 +337,7 @@ def test_a_conversation_counts_until_it_ends_and_several_add_up():
     assert not use.sums[0].any() and use.past.tolist() == [[6, 6, 3, 5]] * 2
 
 
-def test_a_kept_prefix_brings_what_it_used():
+def test_a_restored_sequence_has_its_counts():
     use = SequenceUse(*SIZE)
     read(use, 1, [(0, [0, 1]), (0, [0, 2])], starts=(0,))
     answer(use, [1, 0, 0, 1])
@@ -332,15 +345,15 @@ def test_a_kept_prefix_brings_what_it_used():
     assert kept is not None and use.save(7) is None
     before = use.sums[0]
     more = np.array([0, 1, 0, 1])
-    read(use, 2, [(0, [2, 3])], starts=(0,), ends=(0,))  # another conversation in its place
+    read(use, 2, [(0, [2, 3])], starts=(0,), ends=(0,))  # another conversation replaces sequence 0
     use.restore(0, kept)
-    # What was dropped is reported with the next step; what was restored is not that.
+    # The end in this report concerns the conversation that was replaced, and not the restored one.
     read(use, 3, [(0, [3, 1])], ends=(0,))
     assert use.sums[0].tolist() == (before + more).tolist()
     use.restore(4, kept)
     answer(use, [0, 0, 0, 0])
     assert use.sums[0].tolist() == (2 * before + more).tolist()
-    answer(use, [0, 0, 0, 0], ends=(4,))  # this end is one
+    answer(use, [0, 0, 0, 0], ends=(4,))  # this end concerns the restored sequence
     assert use.sums[0].tolist() == (before + more).tolist()
     other = SequenceUse(*SIZE)
     other.restore(1, kept)

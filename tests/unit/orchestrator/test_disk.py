@@ -1,4 +1,5 @@
-"""The probe of the disk, which reads as the store does, and what is kept of it."""
+"""The measurement of the disk's speed, which reads in the same parts as the store, and the stored
+results."""
 
 import os
 import re
@@ -18,7 +19,7 @@ from orchestrator.cost import disk
 from orchestrator.cost.disk import Bandwidth, kept_bandwidth
 from orchestrator.cost.speeds import APART_S
 
-HANG_S = 600  # only what hangs takes so long
+HANG_S = 600  # only a deadlock takes this long
 
 NATIVE = Path(__file__).resolve().parents[3] / "patches" / "native"
 
@@ -47,11 +48,11 @@ def test_a_matrix_is_read_whole_in_blocks():
             assert one.offset + one.length == after.offset
 
 
-def test_what_reading_takes_of_a_core(model, monkeypatch):
+def test_core_time_of_reading_is_measured(model, monkeypatch):
     busy = iter([5.0, 7.0])
     monkeypatch.setattr(disk, "process_time", lambda: next(busy))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
-    assert found.core_s_per_byte == pytest.approx(2.0 / (4 * found.slice_bytes))  # of four reads
+    assert found.core_s_per_byte == pytest.approx(2.0 / (4 * found.slice_bytes))  # four reads
     for threads, taken in ((None, found.core_s_per_byte), (1, 0.0)):
         monkeypatch.setattr(disk, "usable_cores", lambda: 2)
         monkeypatch.setattr(process, "default_threads", lambda: 2)
@@ -59,16 +60,16 @@ def test_what_reading_takes_of_a_core(model, monkeypatch):
         assert found.beside(config) == found._replace(core_s_per_byte=taken)
 
 
-def test_a_disk_that_rests_for_a_moment_is_not_slow(model, monkeypatch):
+def test_a_short_pause_of_the_disk_does_not_lower_its_speed(model, monkeypatch):
     rounds = iter([0.3e9, 1.0e9, 0.1e9, 1.2e9])
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: next(rounds))
     found = disk.read_bandwidth(model, threads=1, seconds=0)
     assert (found.bytes_per_s, found.at_first.bytes_per_s) == (1.0e9, 0.3e9)
 
 
-def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
-    """A disk of 1 GB/s where each read takes 20 ms beside that, and an expert's three run at
-    once."""
+def test_latency_is_measured_with_the_reads_of_one_expert(model, monkeypatch):
+    """A disk with 1 GB/s and 20 ms of latency. The three matrices of an expert are read in
+    parallel. The latency is the duration of a read minus the time of its bytes at 1 GB/s."""
     read, now_s = os.preadv, [0.0]
 
     def pass_by():
@@ -84,12 +85,12 @@ def test_an_expert_that_is_read_alone_takes_longer(model, monkeypatch):
     monkeypatch.setattr(disk, "perf_counter", lambda: now_s[0])
     monkeypatch.setattr(disk, "bytes_per_s", lambda *_: 1e9)
     found = disk.read_bandwidth(model, threads=4, seconds=0)
-    assert 0.019 < found.latency_s < 0.02  # the bytes take some of it
+    assert 0.019 < found.latency_s < 0.02  # the remainder is the time of the bytes
 
 
-def test_a_disk_keeps_its_speed(model, monkeypatch):
-    """It is measured once a moment, though the first ones agree: both may have been disturbed. The
-    best of all stands."""
+def test_the_fastest_of_several_measurements_is_stored(model, monkeypatch):
+    """Up to six measurements are taken, at least APART_S seconds apart, and the fastest is used.
+    Equal results do not end them, because both may have been disturbed."""
     now, speeds = [1e9], [4e8, 4.1e8, 1e9, 1e9, 9e8, 1e9]
     measured: list[float] = []
 
@@ -114,20 +115,21 @@ def test_a_disk_keeps_its_speed(model, monkeypatch):
 
 
 @cases("kind, best", (None, 2e9), (disk._SPINNING, 1e8), (disk._USB, 1e8), ("NFS", 2e9))
-def test_what_a_disks_own_cache_gives_does_not_count(model, monkeypatch, kind, best):
-    told = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
-    monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: told)
+def test_the_cache_of_a_slow_disk_does_not_count(model, monkeypatch, kind, best):
+    measurement = Bandwidth(2e9, True, 4096, 0.0, 0.0, first_bytes_per_s=1e8)
+    monkeypatch.setattr(disk, "read_bandwidth", lambda *_, **__: measurement)
     monkeypatch.setattr(disk, "slow_kind", lambda _path: kind)
     found = kept_bandwidth(model, Config.build(model=model.path))
     assert found.bytes_per_s == pytest.approx(best)
 
 
 def test_a_disk_is_known_by_its_device(model, user_folder, monkeypatch):
-    """Another disk may be mounted at the same place, with the same file on it."""
+    """Stored speeds belong to a device, because another disk may be mounted at the same path with
+    the same file on it."""
     for device, speed in enumerate((1e9, 2e9, 1e9)):
         monkeypatch.setattr(disk, "device_of", lambda _path, at=device: at)
-        told = Bandwidth(speed, True, 4096, 0.0, 0.0)
-        monkeypatch.setattr(disk, "read_bandwidth", lambda *_, it=told, **__: it)
+        measurement = Bandwidth(speed, True, 4096, 0.0, 0.0)
+        monkeypatch.setattr(disk, "read_bandwidth", lambda *_, it=measurement, **__: it)
         found = kept_bandwidth(model, Config.build(model=model.path))
         assert found.bytes_per_s == pytest.approx(speed)
     assert len(list((user_folder / "cache" / "moe-edge" / "speed").iterdir())) == 3
@@ -144,15 +146,15 @@ USB = "devices/pci0000:00/0000:00:14.0/usb2/2-1/2-1:1.0/host6/target6:0:0/6:0:0:
     ("ext4", USB, "0", 4e8, "a USB disk"),
     ("ext4", f"{USB}/sdb1", "1", 4e7, "a USB disk"),
     ("ext4", f"{ATA}/sda1", "1", 1.5e8, "a spinning disk"),
-    ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # of a virtual machine
+    ("ext4", f"{ATA}/sda1", "1", 5e8, None),  # a virtual machine's disk claims to spin
     ("ext4", ATA, "0", 1.5e8, None),
     ("ext4", "devices/pci0000:00/0000:00:02.0/virtio1/block/vda", "1", 1.5e8, None),
-    ("ext4", "", "0", 1.5e8, None),  # not to be seen, as in a container
+    ("ext4", "", "0", 1.5e8, None),  # no device in sysfs, as in a container
 )
 def test_a_slow_disk_is_named_with_its_speed(
     model, monkeypatch, tmp_path, system, place, spins, speed, kind
 ):
-    """It stands for the file system of the longest mount point around the model."""
+    """The note names the kind of the file system with the longest mount point above the model."""
     mount = SimpleNamespace(mountpoint=str(model.path.parent), fstype=system, device="/dev/null")
     root = SimpleNamespace(mountpoint="/", fstype="nfs", device="host:/")
     monkeypatch.setattr(disk.psutil, "disk_partitions", lambda **_: [root, mount])

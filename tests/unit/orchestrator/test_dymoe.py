@@ -1,4 +1,4 @@
-"""DyMoE's decisions against a plain reading of the paper."""
+"""DyMoE's decisions, compared with a simple implementation of the paper's equations."""
 
 import math
 
@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def reference_tiers(ids, weights, t, low):
-    """Expert -> tier: 0 if it is among the t heaviest of any token, else low."""
+    """Tier of each expert: 0 if it is among the t heaviest experts of any token, else low."""
     tiers: dict[int, int] = {}
     for row, gates in zip(ids, weights, strict=True):
         ranked = sorted(zip(-gates, range(len(row)), row, strict=True))
@@ -43,7 +43,8 @@ def test_decode_tiers(seed, n_tokens, layer, skip, ties):
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if skip else ("q4_k", "q2_k"))
     policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.6), Rules(skip=skip))
-    phase = Phase.PREFILL if layer == 5 and n_tokens == 1 else Phase.DECODE  # a prompt's last token
+    # the last token of a prompt
+    phase = Phase.PREFILL if layer == 5 and n_tokens == 1 else Phase.DECODE
     event = make_event(shape, rng, n_tokens, layer, phase, ties=ties)
     event.has_importance = int(phase == Phase.PREFILL)
     out = make_decision(shape)
@@ -55,8 +56,11 @@ def test_decode_tiers(seed, n_tokens, layer, skip, ties):
 
 
 def reference_order(ids, scores, share, resident):
-    """Experts by heavy-hitter load, then by load, then what is in memory in high, then by index
-    (eq. 1-2, ties as we state)."""
+    """Experts in the order of eq. 1 and 2.
+
+    First by the load of heavy-hitter tokens, then by the load of all tokens, then experts that are
+    resident in tier 0, then by index. The last two rules for ties are ours.
+    """
     n = len(resident)
     heavy = set(range(len(ids)))
     if scores is not None:
@@ -94,21 +98,23 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
     stays = int(0.75 * slots.groups[slots.group_of[layer, 0, 0]].n_slots)
     assert [e for e in order if not out.passing_array[e]] == order[:stays]
 
-    # ahead: the same order over what is predicted, and its rank decides the tier
+    # The prefetch for the next layer uses the same order over the predicted experts. The rank
+    # decides the tier.
     predicted = event.ahead_ids_array[0]
     order = reference_order(predicted, scores, share, resident[layer + 1])
-    if layer == 4:  # the last layer computes the prompt's last token alone, and goes by its gates
+    # the last layer computes only the prompt's last token, in the order of its gate weights
+    if layer == 4:
         predicted = predicted[-1:]
         order = predicted[0].tolist()
     ahead = set(predicted.ravel().tolist())
     t = solve(0.6, 6, len(ahead))[layer + 1]
-    room = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
+    free = [slots.groups[slots.group_of[layer + 1, 0, tier]].n_slots for tier in range(2 - skip)]
     wanted = []
     for rank, expert in enumerate(order[: t if skip else len(ahead)]):
         tier = 0 if rank < t else 1
         absent = resident[layer + 1, expert] > tier
-        room[tier] -= absent
-        if not absent or room[tier] >= 0:
+        free[tier] -= absent
+        if not absent or free[tier] >= 0:
             wanted.append((layer + 1, expert, tier, 0))
     assert prefetches(out) == wanted
 
@@ -118,7 +124,8 @@ def test_prefill_follows_the_heavy_hitters(seed, n_tokens, layer, skip, scored, 
     SEEDS, st.integers(0, 3), st.integers(1, 2), st.sampled_from(["all", "critical", "skip", "off"])
 )
 def test_decode_prefetch(seed, layer, n_ahead, how):
-    """Eq. 8: the top t_l; the ranks below in the low tier, unless the paper's form is asked for."""
+    """Eq. 8: the t_l best predicted experts are prefetched in the high tier. The others are
+    prefetched in the low tier, except with prefetch_low=False, as in the paper."""
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k",) if how == "skip" else ("q4_k", "q2_k"))
     prefetch = "off" if how == "off" else "auto"
@@ -137,7 +144,8 @@ def test_decode_prefetch(seed, layer, n_ahead, how):
     assert prefetches(out) == ([] if how == "off" else expected)
 
 
-# Two prompts, one of which has a single token here, and two answers; the prompts' rows are mixed.
+# Two decode tokens and three prompts. One prompt has a single token, and the tokens of the other
+# two are mixed.
 TOGETHER = [
     (4, Phase.DECODE),
     *[(0, Phase.PREFILL)] * 5,
@@ -148,8 +156,8 @@ TOGETHER = [
 ]
 
 
-def asked_ahead(out):
-    """The best tier in which each expert is asked for ahead."""
+def prefetch_tiers(out):
+    """The best tier in which each expert is prefetched."""
     best: dict[int, int] = {}
     for _, expert, tier, _ in prefetches(out):
         best[expert] = min(best.get(expert, SKIP), tier)
@@ -164,9 +172,10 @@ def asked_ahead(out):
     st.booleans(),
     st.booleans(),
 )
-def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, exact):
-    """Each expert gets the best tier of those that the sequences ask for by themselves, now and
-    ahead; what a token needs that goes by its gates does not pass through memory."""
+def test_sequences_in_one_step_are_decided_like_each_alone(seed, layer, how, scored, exact):
+    """A step with several sequences gives each expert the best tier of those that the sequences
+    request alone, both now and by prefetch. Experts of decode tokens and of a prompt's last token
+    are not streamed."""
     rng = np.random.default_rng(seed)
     shape = make_shape(tiers=("q4_k", "q2_k") if how == "low" else ("q4_k",))
     which = "missing" if how == "missing" else "gates"
@@ -184,11 +193,11 @@ def test_sequences_in_one_step_are_decided_as_alone(seed, layer, how, scored, ex
         policy.decide(mine, view, alone)
         for expert in set(mine.ids_array.ravel().tolist()):
             tiers[expert] = min(tiers.get(expert, SKIP), alone.tier[expert])
-        for expert, tier in asked_ahead(alone).items():
+        for expert, tier in prefetch_tiers(alone).items():
             ahead[expert] = min(ahead.get(expert, SKIP), tier)
     policy.decide(event, view, out)
     assert {expert: out.tier[expert] for expert in tiers} == tiers
-    assert asked_ahead(out) == ahead
+    assert prefetch_tiers(out) == ahead
     assert len(prefetches(out)) == len(ahead)
     gated = [row for row, (sequence, _) in enumerate(TOGETHER) if sequence in (1, 2, 4)]
     assert not out.passing_array[event.ids_array[gated]].any()
@@ -200,7 +209,7 @@ def test_a_second_tier_is_needed():
         policy_of(DyMoE, shape, DyMoE.Settings(retention=0.75))
     out = make_decision(shape)
     policy = policy_of(DyMoE, shape)
-    assert policy.placement.depth.retention == 1.0  # nothing else is possible
+    assert policy.placement.depth.retention == 1.0  # with one tier no other retention is possible
     policy.decide(make_event(shape, np.random.default_rng(0)), make_view(shape), out)
     assert not any(out.tier)
     with pytest.raises(PolicyError, match="--low"):
@@ -209,8 +218,9 @@ def test_a_second_tier_is_needed():
     assert (policy.settings.retention, depth.retention) == (None, 1.0)
 
 
-def test_a_share_that_the_schedule_cannot_reach_is_said():
-    """With 6 layers and 4 experts a token, cosine keeps at least 15 of 24."""
+def test_a_retention_that_the_schedule_cannot_reach_is_described():
+    """With 6 layers and 4 experts per token, the cosine schedule keeps at least 15 of 24
+    experts."""
     shape = make_shape(n_layers=6, k=4)
     least = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.0)).placement.depth.realised
     assert 0.5 < least < 0.75
@@ -223,18 +233,22 @@ def test_a_share_that_the_schedule_cannot_reach_is_said():
     ):
         policy = policy_of(DyMoE, shape, DyMoE.Settings(retention=retention, schedule=schedule))
         assert policy.describe().endswith(said), (retention, schedule, policy.describe())
-        # The line under an answer has what stands before the first comma.
+        # The line below an answer shows the text before the first comma, so the description has no
+        # comma.
         assert "," not in policy.describe()
-    # what may change between two tokens is said as well
+    # The same holds after a setting changes between two tokens.
     change(policy, retention=0.5)
     assert policy.critical == [2] * 6
     assert "realised 0.500" in policy.describe()
     assert "no less" not in policy.describe()
 
 
-def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
-    """One of four may be low, t = 3: the lowest gate among what is not in memory, and not the
-    first one. With several tokens, nothing that one of them needs high."""
+def test_lower_which_missing_lowers_missing_experts():
+    """With lower_which="missing", the policy lowers the missing expert with the lowest gate weight.
+
+    Top 4 with retention 0.75: t = 3, and one expert may be lowered. In a step of several tokens, an
+    expert is not lowered if another token needs it in the high tier.
+    """
 
     def skipped(rows, here, retention=0.75):
         k = len(rows[0])
@@ -258,7 +272,7 @@ def test_missing_ones_are_lowered_in_the_place_of_the_lowest_gates():
     assert skipped([[5, 2, 7, 0]], [0, 7, 2]) == set()
     assert skipped([[5, 2, 7, 0], [1, 0, 3, 4]], []) == {4}
     assert skipped([[5, 2, 7, 0], [1, 6, 3, 0]], [2]) == {0}
-    # the first quarter is never lowered
+    # the top quarter of the experts is never lowered, even if all of it is missing
     assert skipped([list(range(8))], [4, 5, 6, 7], retention=0.25) == {2, 3}
     missing = DyMoE.Settings(lower_which="missing")
     assert not policy_of(DyMoE, make_shape(tiers=("q4_k",)), missing).wants.by_residency

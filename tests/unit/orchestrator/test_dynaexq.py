@@ -1,5 +1,5 @@
-"""DynaExq: slots within the budget, hot sets as a plain reference finds them, and transitions that
-a store can always do, what steps teach, and hot sets where low copies are cached."""
+"""DynaExq: slots within the budget, hot sets compared with a simple implementation, transitions
+that a store can execute, the moving average of hotness, and hot sets if low copies are cached."""
 
 import numpy as np
 from hypothesis import assume, given, settings
@@ -22,7 +22,8 @@ from orchestrator.policy.dynaexq import HIGH, LOW, DynaExq
 
 
 def make(shape, budget_bytes=None, **options):
-    """By default with room for about half of the experts in high, and some in reserve."""
+    """Returns the policy and its slots. Default budget: low slots for all experts, high slots for
+    about half of them, and slots in reserve."""
     if budget_bytes is None:
         both = shape.all_slot_bytes(HIGH) + shape.all_slot_bytes(LOW)
         budget_bytes = both // 2 + 4 * shape.expert_slot_bytes(0, HIGH)
@@ -40,7 +41,7 @@ def report(counts, store, phase=Phase.DECODE, n_tokens=1, us=1.0):
 
 
 def with_larger_last_layer(shape, odd):
-    """Its last layer has larger matrices, as in mixed quantizations."""
+    """The last layer has matrices of twice the size, as in mixed quantizations."""
     if not odd:
         return shape
     larger = tuple({kind: 2 * size for kind, size in tier.items()} for tier in shape.slots[0])
@@ -48,14 +49,14 @@ def with_larger_last_layer(shape, odd):
 
 
 def zipf(rng, shape, exponent=0.8):
-    """How likely each expert of each layer is chosen, [L, E]: few of them often."""
+    """Probability of each expert in each layer, [L, E], by Zipf's law with shuffled ranks."""
     share = 1.0 / np.arange(1, shape.n_expert + 1) ** exponent
     share /= share.sum()
     return np.stack([rng.permutation(share) for _ in range(shape.n_layers)])
 
 
 def draw(rng, shares, k):
-    """Counts [L, E] of one token."""
+    """Counts of one token, [L, E]."""
     order = np.argsort(-(np.log(shares) + rng.gumbel(size=shares.shape)), axis=1)
     counts = np.zeros(shares.shape, np.uint32)
     np.put_along_axis(counts, order[:, :k], 1, axis=1)
@@ -93,7 +94,7 @@ def test_plans_fit_and_fill_the_budget(layers, n_expert, share, most, odd):
             assert (held.count(HIGH), held.count(LOW)) == (n_high[layer], min(n_low[layer], 99))
             assert n_high[layer] <= (n_expert if most is None else most)
         return
-    running(policy, plan)  # checks that what it starts with has slots
+    running(policy, plan)  # the constructor asserts that the start tiers fit the slots
     assert len(start) == layers * n_expert
     n = policy.capacity
     assert n.max() - n.min() <= 1 or odd
@@ -107,7 +108,7 @@ def test_plans_fit_and_fill_the_budget(layers, n_expert, share, most, odd):
 
 
 def reference(scores, hot, capacity, margin, slack):
-    """(layer, up, down) of every change, one expert after the other."""
+    """Set of (layer, up, down) of every swap, computed one expert at a time."""
     found: set[tuple[int, int, int | None]] = set()
     for layer, row in enumerate(scores.tolist()):
         everyone = range(len(row))
@@ -131,11 +132,11 @@ def reference(scores, hot, capacity, margin, slack):
 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), margin=st.sampled_from([0.0, 0.2, 1.0]), slack=st.integers(0, 4))
-def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
+def test_swaps_equal_those_of_a_simple_implementation(seed, margin, slack):
     rng = np.random.default_rng(seed)
     shape = make_shape(n_layers=3, n_expert=12)
     policy, _ = make(shape, hysteresis=margin, rank_slack=slack)
-    policy.recall(rng.integers(0, 12, (3, 12)).astype(float))  # with ties
+    policy.recall(rng.integers(0, 12, (3, 12)).astype(float))  # integers, so that some are equal
     hot = np.zeros((3, 12), bool)
     for layer, n in enumerate(policy.capacity.tolist()):
         missing = int(rng.integers(0, 2))
@@ -147,13 +148,14 @@ def test_changes_are_those_of_a_plain_reference(seed, margin, slack):
     assert found == reference(scores, hot, policy.capacity.tolist(), margin, slack)
 
 
-def test_a_full_pool_holds_up_no_other():
-    """Layers of two slot sizes: all swaps of the one wait for reads that never end."""
+def test_a_full_pool_does_not_block_other_pools():
+    """Two layers with slots of different sizes. If all swaps of one pool wait for reads that never
+    finish, swaps of the other pool continue."""
     shape = with_larger_last_layer(make_shape(n_layers=2, n_expert=256, k=1), odd=True)
     policy, plan = make(shape, hot_experts=100, update_steps=1, hysteresis=0.0)
     store = running(policy, plan)
     gains = np.zeros((2, 256))
-    gains[0, 100:200] = 100.0  # larger ones than those of the other pool
+    gains[0, 100:200] = 100.0  # larger gains than in the other pool
     gains[1, 100:200] = 1.0
     moved: set[tuple[int, int]] = set()
     for _ in range(40):
@@ -162,7 +164,7 @@ def test_a_full_pool_holds_up_no_other():
         store.transition([move for move in moves if move[0] == 0], steps=10_000)
         store.transition([move for move in moves if move[0] == 1])
         moved |= {(layer, expert) for layer, expert, _ in moves}
-    assert len([each for each in moved if each[0] == 0]) == 4  # the slots in reserve
+    assert len([each for each in moved if each[0] == 0]) == 4  # the number of reserve slots
     assert len([each for each in moved if each[0] == 1]) > 20
 
 
@@ -175,8 +177,11 @@ def test_a_full_pool_holds_up_no_other():
     failing=st.sampled_from([0.0, 0.3]),
 )
 def test_transitions_always_have_a_slot(seed, n_layers, n_expert, share, failing):
-    """With reads of any length, and some that fail, in any order: PlainStore.check sees every
-    slot. When nothing is left to do, each layer has its n_l experts high."""
+    """Every transition has a slot, for random read durations and failures.
+
+    MovingStore asserts this in each step. When no transition is left, each layer has exactly its
+    capacity of experts in the high tier, and these are nearly the hottest.
+    """
     rng = np.random.default_rng(seed)
     shape = make_shape(n_layers=n_layers, n_expert=n_expert, k=2)
     low, high = shape.all_slot_bytes(LOW), shape.all_slot_bytes(HIGH)
@@ -193,7 +198,7 @@ def test_transitions_always_have_a_slot(seed, n_layers, n_expert, share, failing
         moves = policy.on_step(report(draw(rng, shares, 2), store))
         for move in moves:
             store.transition([move], int(rng.integers(1, 6)), rng.random() < failing)
-    # nothing new: what was asked for comes to its end, and what failed is made good
+    # With constant hotness, running transitions finish and failed ones are repeated.
     for _ in range(150):
         store.begin_step()
         store.transition(policy.on_step(report(shares * 1000, store)))
@@ -208,7 +213,8 @@ def test_transitions_always_have_a_slot(seed, n_layers, n_expert, share, failing
 
 
 def run_stationary(margin, slack):
-    """Promotions, and the share of the tokens' experts that were high, over one steady text."""
+    """Number of promotions, and fraction of the uses that found the expert in the high tier, over
+    1,000 tokens with constant probabilities."""
     rng = np.random.default_rng(5)
     shape = make_shape(n_layers=4, n_expert=32, k=4)
     policy, plan = make(shape, hysteresis=margin, rank_slack=slack)
@@ -225,7 +231,8 @@ def run_stationary(margin, slack):
 
 
 def test_hysteresis_halves_the_promotions_on_a_steady_text():
-    """Each form by itself, and both; the hot set is no worse for it."""
+    """Hysteresis and rank slack, alone and together, more than halve the promotions. The fraction
+    of high uses drops by at most 0.01."""
     restless, share = run_stationary(0.0, 0)
     usual = DynaExq.Settings()
     for margin, slack in [(usual.hysteresis, 0), (0.0, 4), (usual.hysteresis, 4)]:
@@ -250,13 +257,13 @@ def test_a_new_text_gets_a_new_hot_set():
         assert adapted > 0.93 * best
 
 
-def test_what_the_store_refuses_is_given_up():
+def test_transitions_that_the_store_refuses_are_given_up():
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, hot_experts=1, update_steps=1, hysteresis=0.0, rank_slack=0)
     store = running(policy, plan)
     counts = np.array([[0, 0, 0, 1]])
     assert policy.on_step(report(counts, store)) == [(0, 0, LOW)]
-    policy.on_step(report(counts, store))  # nothing moved
+    policy.on_step(report(counts, store))  # the store did not start the transition
     assert policy.report()["given_up"] == 1
 
 
@@ -267,8 +274,8 @@ def test_without_counts_nothing_happens():
 
 
 def test_moving_average_and_intervals():
-    """S <- alpha S + (1 - alpha) f, each update_steps decode steps and after each part of a
-    prompt; the counts start again from zero."""
+    """S <- alpha S + (1 - alpha) f after every update_steps decode steps and after each part of a
+    prompt. The counts then restart at zero."""
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, update_steps=3, hotness_decay=0.75)
     store = running(policy, plan)
@@ -282,7 +289,8 @@ def test_moving_average_and_intervals():
         policy.on_step(report(one, store))
     expected = 0.75 * expected + 0.25 * one
     np.testing.assert_allclose(policy.learned().hotness, expected)
-    # a prompt's part of many tokens is one interval, and one token of a prompt a third of one
+    # A part of a prompt with many tokens counts as one interval, one prompt token as a third of an
+    # interval.
     policy.on_step(report(512 * other, store, Phase.PREFILL, n_tokens=512))
     expected = 0.75 * expected + 0.25 * other
     np.testing.assert_allclose(policy.learned().hotness, expected)
@@ -295,8 +303,9 @@ def test_moving_average_and_intervals():
     assert still.report()["updates"] == 0
 
 
-def test_a_layer_that_sees_little_of_a_prompt_forgets_little():
-    """The last layer computes one of a prompt's 512 tokens."""
+def test_a_layers_decay_follows_its_own_tokens():
+    """A layer decays in proportion to its own tokens: the last layer computes one of the prompt's
+    512 tokens."""
     shape = make_shape(n_layers=2, n_expert=4, k=1)
     policy, plan = make(shape, hotness_decay=0.5)
     store = running(policy, plan)
@@ -309,14 +318,15 @@ def test_a_layer_that_sees_little_of_a_prompt_forgets_little():
 
 
 def test_an_interval_in_time_is_summed_from_the_steps():
-    """Whatever the steps are, and however many; each interval counts alike."""
+    """With update_ms, an interval ends when the durations of its steps add up to 5 ms. Each
+    interval has the same weight, regardless of its number of steps."""
     shape = make_shape(n_layers=1, n_expert=4, k=1)
     policy, plan = make(shape, update_ms=5, hotness_decay=0.5)
     store = running(policy, plan)
     one, other = np.array([[0, 1, 0, 0]]), np.array([[1, 0, 0, 0]])
-    told = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
-    told += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
-    for phase, us, done in told:
+    reports = [(Phase.DECODE, 2000.0, 0), (Phase.PREFILL, 2999.0, 0), (Phase.DECODE, 1.0, 1)]
+    reports += [(Phase.DECODE, 1.0, 1), (Phase.DECODE, 9000.0, 2), (Phase.DECODE, 4999.0, 2)]
+    for phase, us, done in reports:
         policy.on_step(report(one if done < 2 else other, store, phase, us=us))
         assert policy.updates == done
     np.testing.assert_allclose(policy.learned().hotness, [[0.25, 0.5, 0, 0]])
@@ -327,7 +337,8 @@ def test_an_interval_in_time_is_summed_from_the_steps():
 
 
 def test_the_hot_set_is_high_while_caching():
-    """What is asked for follows the hotness; without transitions, since tokens wait anyway."""
+    """If low copies do not all fit, the hot experts are requested in the high tier, without
+    transitions."""
     shape = make_shape(n_layers=2, n_expert=24, k=1)
     policy, plan = make(shape, int(0.9 * shape.all_slot_bytes(LOW)))
     n = int(policy.capacity[0])

@@ -1,5 +1,5 @@
-"""--exact: what it stands for, and what it does not go with; and precisions of a packed file by the
-memory that it is for."""
+"""--exact: the settings that it implies and the options that it refuses. Also `pack --for-ram`,
+which chooses precisions for a memory size."""
 
 from dataclasses import replace
 
@@ -14,10 +14,10 @@ from gguf_tools.file.layout import MAX_TIERS, bits_per_weight
 from gguf_tools.quantize.tiers import parse_types
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
-from orchestrator.plan.choice import check_unused
 from orchestrator.plan.layouts import wants_own_layout
-from orchestrator.plan.machine import Machine
+from orchestrator.plan.options import check_unused
 from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.records import Machine, PlanRequest
 from orchestrator.plan.tiers_for import tiers_for
 
 
@@ -25,11 +25,11 @@ def planned(model, **settings):
     config = Config.build(model=model, ctx=256, exact=True, **settings)
     check_unused(config)
     with ExpertModel.open(model) as opened:
-        return config, plan_memory(config, opened, Machine(8 << 30))
+        return config, plan_memory(PlanRequest(config), opened, Machine(8 << 30))
 
 
 def test_weights_stay_as_they_are_in_the_file(model):
-    """The plain path repacks nothing either."""
+    """With --exact no weight is repacked, neither by the store nor on llama.cpp's own path."""
     config, plan = planned(model, policy="lru", force_managed=True)
     assert (config.layout, config.use_extra_bufts) == ("file", False)
     assert not wants_own_layout(config, plan)
@@ -56,7 +56,7 @@ def test_experts_are_in_one_precision(policy, model):
     ({"policy": "dynaexq"}, PolicyError, "the policy dynaexq keeps some in lower ones"),
     ({"policy": "context"}, PolicyError, "the policy context keeps some in lower ones"),
 )
-def test_what_it_does_not_go_with(settings, error, sentence, model):
+def test_options_that_exact_refuses(settings, error, sentence, model):
     with pytest.raises(error, match=sentence):
         planned(model, expert_ram=1 << 20, **settings)
 
@@ -71,18 +71,18 @@ def paths(tmp_path_factory):
 
 
 def ram_for(path, bits):
-    """The cap that leaves so many bits a weight for experts."""
+    """The --ram with which the expert slots get this number of bits per weight."""
     with ExpertModel.open(path) as model:
-        least = plan_memory(
-            Config.build(model=path, policy="lru", ram=1 << 34), model, Machine(1 << 40)
-        )
+        config = Config.build(model=path, policy="lru", ram=1 << 34)
+        least = plan_memory(PlanRequest(config), model, Machine(1 << 40))
         fixed = least.dense_bytes + least.kv_bytes + least.scratch_bytes
         return fixed + int(bits * model.tier_bytes[0] / model.tiers[0].bpw)
 
 
 @pytest.mark.parametrize("bits", [2.7, 3.2, 3.7, 4.6, 5.3, 6.2, 7.0, 8.2])
-def test_types_around_what_there_is_room_for(paths, bits):
-    """The best one, and some on both sides of the mean bits; none is given to hardly anyone."""
+def test_for_ram_chooses_types_around_the_mean_bits_that_fit(paths, bits):
+    """The best type comes first. The others are within 2.2 bits of the mean bits that fit, on both
+    sides of it."""
     with ExpertModel.open(paths["f16"]) as model:
         names, why = tiers_for(model, ram_for(paths["f16"], bits))
     widths = [bits_per_weight(each) for each in parse_types(names)]
@@ -92,8 +92,10 @@ def test_types_around_what_there_is_room_for(paths, bits):
     assert all(abs(width - bits) < 2.2 for width in widths[1:])
 
 
-def test_at_the_ends(paths):
-    """Everything in one; nothing that suffices; no room at all; a source that is quantized."""
+def test_for_ram_with_very_much_and_very_little_memory(paths):
+    """If everything fits, one type is chosen. If not even the smallest type fits, three types and a
+    note are returned. If the memory is too small, the error names the needed size. A quantized
+    source keeps its type as the best one."""
     with ExpertModel.open(paths["f16"]) as model:
         assert tiers_for(model, ram_for(paths["f16"], 9))[0] == ["q8_0"]
         names, why = tiers_for(model, ram_for(paths["f16"], 2.3))
@@ -113,15 +115,15 @@ def test_at_the_ends(paths):
     ("q4_1", ["q4_1", "q4_k", "q2_k"]),
     ("q4_0", ["q4_0", "q2_k"]),
 )
-def test_rows_that_are_no_multiple_of_256_get_what_streams(own, names, tmp_path):
-    """pack writes such tiers in the types that their rows fit, iq4_nl and q2_0."""
+def test_for_ram_with_rows_that_are_not_a_multiple_of_256(own, names, tmp_path):
+    """pack replaces k-quants by types that fit rows of 192 and 64 weights (iq4_nl, q2_0)."""
     narrow = replace(synthetic.preset("tiny-qwen3moe"), n_embd=192, n_ff_exp=64, n_expert=64)
     path = synthetic.write(tmp_path / "narrow.gguf", narrow, tiers=(own,))
     with ExpertModel.open(path) as model:
         assert tiers_for(model, ram_for(path, 2.0))[0] == names
 
 
-def test_pack_by_memory(paths, tmp_path):
+def test_pack_with_for_ram(paths, tmp_path):
     source, out = paths["f16"], tmp_path / "packed.gguf"
     done = run("pack", source, out, "--for-ram", ram_for(source, 3.7))
     assert done.exit_code == 0, done.output

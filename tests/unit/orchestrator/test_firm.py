@@ -1,5 +1,5 @@
-"""What FIRM asks for ahead, and what it says of it; votes (FIRM-MoE, eq. 4 to 8) and their tuning
-(eq. 11 and Algorithm 1), worked out by hand."""
+"""FIRM: prefetch requests and reports, votes (FIRM-MoE, eq. 4 to 8) and their tuning (eq. 11 and
+Algorithm 1), compared with values by hand."""
 
 import numpy as np
 import pytest
@@ -34,11 +34,12 @@ from orchestrator.policy.firm import (
 
 SHAPE = make_shape(n_layers=6, n_expert=16, k=4, tiers=("q4_k",))
 STEP_DONE = StepReport(Phase.DECODE, 1, 1000.0)
-# As in the paper, but that all are asked for.
+# The paper's way to vote and its prefetch of gate matrices, with prefetch always on.
 PAPER = {"prefetch": "on", "agree": "mol", "prefetch_kinds": 1}
 GATES, UPS, DOWNS = 1 << GATE, 1 << UP, 1 << DOWN
 
-# One token: what layers 0 to 2 predict of those behind them, nearest first, and what they use.
+# One token: the experts that layers 0 to 2 use, and each one's predictions for the next three
+# layers, nearest layer first.
 USED = [[0, 1, 2, 3], [4, 5, 6, 9], [2, 4, 6, 8]]
 AHEAD = [
     [[4, 5, 6, 7], [2, 4, 8, 9], [1, 2, 3, 4]],
@@ -54,7 +55,7 @@ def firm(tuned=None, budget=None, **settings):
 
 
 def make(layer, ids, ahead, step=7):
-    """ids [T, k]; ahead [A, T, k], with falling scores."""
+    """Decode event. ids: [T, k]; ahead: [A, T, k], with falling scores."""
     rows, predicted = np.array(ids, np.int32), np.array(ahead, np.int32)
     n = len(rows)
     scores = np.broadcast_to(np.array([0.4, 0.2, 0.1, 0.05], np.float32), predicted.shape).copy()
@@ -68,7 +69,8 @@ def make(layer, ids, ahead, step=7):
 
 
 def asked(policy, event, here=()):
-    """(layer, expert, tier, kinds) in order. here: experts of every layer that are in memory."""
+    """Requested prefetches as (layer, expert, tier, kinds), in order. here: experts that are
+    resident in every layer."""
     resident = np.full((SHAPE.n_layers, SHAPE.n_expert), ABSENT, np.uint8)
     resident[:, list(here)] = 0
     out = make_decision(SHAPE)
@@ -78,7 +80,7 @@ def asked(policy, event, here=()):
 
 
 def token(policy, step=7, here=()):
-    """One token through three layers."""
+    """Prefetches of one token in layers 0 to 2."""
     return [
         asked(policy, make(layer, [USED[layer]], [[row] for row in AHEAD[layer]], step), here)
         for layer in range(3)
@@ -89,7 +91,11 @@ def token(policy, step=7, here=()):
     ("kinds", "wanted"), [(1, [GATES]), (2, [GATES, UPS]), (3, [0])], ids=["gate", "up", "whole"]
 )
 def test_gates_come_before_ups(kinds, wanted):
-    """Layer 0 alone votes on layer 1, and 0 and 1 on layer 2: 8, 4 and 2 are in both."""
+    """Gate matrices of all experts are requested before up matrices.
+
+    Layer 1 gets the votes of layer 0 alone, layer 2 those of layers 0 and 1, which agree on 8, 4
+    and 2.
+    """
     found = token(firm(prefetch_kinds=kinds))
     assert found[0] == [(1, e, 0, mask) for mask in wanted for e in (4, 5, 6, 7)]
     assert found[1] == [(2, e, 0, mask) for mask in wanted for e in (8, 4, 2)]
@@ -98,7 +104,7 @@ def test_gates_come_before_ups(kinds, wanted):
 
 @pytest.mark.parametrize("agree", ["mol", "rank", "margin"])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
+def test_steps_without_counting_request_the_same(agree, kinds):
     votes = "3,2/2,1/3,2" if agree == "mol" else "3,1/2,1/3,1"
     policy = firm(agree=agree, prefetch_kinds=kinds, votes=votes)
     first = token(policy, 0)
@@ -113,10 +119,10 @@ def test_a_token_that_is_not_compared_asks_for_the_same(agree, kinds):
     "agree, votes, expected",
     ("mol", "1,1/3,2/4,3", [[4], [8, 4, 2], [2, 3]]),
     ("rank", "2,1", [[4, 5], [8, 4], [2, 3]]),
-    ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # at least 2 * 0.05
+    ("margin", "2,1", [[4, 5, 6], [8, 4, 2], [2, 3, 9]]),  # scores of at least 2 * 0.05
 )
-def test_ways_to_agree(agree, votes, expected):
-    """By group: layer 1 is shallow, 2 and 3 are middle ones."""
+def test_each_way_to_agree_prefetches_its_candidates(agree, votes, expected):
+    """Each group of layers has its own votes: layer 1 is shallow, layers 2 and 3 are middle."""
     found = token(firm(agree=agree, votes=votes))
     assert [[expert for _, expert, *_ in each] for each in found] == expected
 
@@ -125,11 +131,12 @@ def test_votes_end_with_their_step():
     policy = firm()
     asked(policy, make(0, [USED[0]], [[row] for row in AHEAD[0]], 7))
     found = asked(policy, make(1, [USED[1]], [[row] for row in AHEAD[1]], 8))
-    assert [expert for _, expert, *_ in found] == [8, 4, 2, 1]  # layer 0's vote is of another step
+    # layer 0's vote was for another step
+    assert [expert for _, expert, *_ in found] == [8, 4, 2, 1]
 
 
-def test_several_sequences_ask_for_what_any_of_them_expects():
-    """Intersection for each token, and the union of those."""
+def test_predictions_of_several_tokens_are_united():
+    """Votes are intersected for each token, and the results of the tokens are united."""
     policy = firm(votes="3,2")
     two = [[0, 1, 2, 3], [4, 5, 6, 7]]
     first = [[[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 6, 7, 8]]]
@@ -137,30 +144,34 @@ def test_several_sequences_ask_for_what_any_of_them_expects():
     asked(policy, make(0, two, first))
     found = asked(policy, make(1, two, second))
     assert [expert for _, expert, *_ in found] == [3, 2, 5]
-    assert policy.report()["recall"] == [None] * 6  # one token's business
+    assert policy.report()["recall"] == [None] * 6  # accuracy is counted in steps of one token only
     rows = [[0, 1, 2, 3]] * 9
     assert asked(policy, make(0, rows, [rows], 8)) == []
     assert len(asked(policy, make(0, rows[:8], [rows[:8]], 8))) == 3
 
 
-def test_statistics():
-    """Of layer 1, 4 5 6 7 were expected and 4 5 6 9 used: recall and precision 3/4. Of
-    layer 2, 8 4 2 were expected and 2 4 6 8 used."""
+def test_the_report_has_accuracy_and_loss():
+    """Prediction accuracy of layers 1 and 2.
+
+    Layer 1: 4 5 6 7 were predicted and 4 5 6 9 used, so recall and precision are 3/4. Layer 2: 8 4
+    2 were predicted and 2 4 6 8 used.
+    """
     policy = firm()
     token(policy, here=(5, 6, 2, 9))
     found = policy.report()
     assert found["recall"][1:3] == [0.75, 0.75]
     assert found["precision"][1:3] == [0.75, 1.0]
     assert found["size"][1:3] == [4.0, 3.0]
-    # layer 1: 7 for nothing, 9 missed and in memory; layer 2: nothing for nothing, 6 alike
+    # Layer 1: 7 is prefetched in vain, 9 is missed but resident. Layer 2: nothing is prefetched in
+    # vain, and the missed 6 is resident.
     assert found["loss"] == {"shallow": 0.5, "middle": 0.0, "deep": None}
     assert found["votes"] == {group: [4, 3] for group in ("shallow", "middle", "deep")}
     assert found["tuned"] and found["prefetch"] == "on"
 
 
-def test_tuning_finds_what_pays():
-    """Layer 1's first two candidates are always right and the others never; the rest is alike in
-    every vote, so that one layer is enough."""
+def test_tuning_finds_the_best_votes():
+    """The first two candidates for layer 1 are always used and the others never, so K falls to 2
+    there. In other groups every number of votes gives the same result, so one layer suffices."""
     policy = firm(votes=None, tune_steps=4, tune_tokens=8)
     assert policy.report()["votes"]["shallow"] == [4, 3]
     for step in range(8):
@@ -177,7 +188,7 @@ def test_tuning_finds_what_pays():
     assert policy.learned().tuned == TUNED | {"votes": "2,1/4,1/4,3"}
 
 
-# What a run of PAPER's settings with slots for all tunes.
+# The result of a run with PAPER's settings and slots for all experts.
 TUNED = {
     "votes": "2,1/4,2/3,1",
     "slots": 96,
@@ -190,10 +201,10 @@ TUNED = {
 }
 
 
-def test_what_was_tuned_is_where_the_next_one_starts():
+def test_tuned_votes_are_the_start_of_the_next_run():
     policy = firm(TUNED, votes=None)
     assert policy.wants.n_ahead == 2 and policy.report()["tuned"]
-    assert policy.settings.votes == "2,1/4,2/3,1"  # what a trace says of it
+    assert policy.settings.votes == "2,1/4,2/3,1"  # recorded in a trace
     odd = ({"slots": 50}, {"votes": "x"}, {"votes": 3}, {"slots": None}, {"votes": "5,1"})
     for other in (*odd, {"votes": "2,4"}, *({name: None} for name in TUNED)):
         policy = firm(TUNED | other, votes=None)
@@ -212,13 +223,14 @@ def test_what_was_tuned_is_where_the_next_one_starts():
     {"tune": "off"},
     {"votes": "4,3"},
 )
-def test_what_was_tuned_for_something_else_is_not_taken(asked_for):
+def test_votes_tuned_for_other_settings_are_not_used(asked_for):
     asked = {"votes": None, **asked_for}
     assert firm(TUNED, **asked).settings == firm(**asked).settings
 
 
-def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
-    """Else a pair that somebody tried once would be everybody's from then on."""
+def test_given_or_recalled_votes_are_not_saved():
+    """Only votes that this run tuned are saved. Otherwise a pair that was given once as an option
+    would become the start of all later runs."""
     asked_for, recalled = firm(votes="1,1"), firm(TUNED, votes=None)
     for policy in (asked_for, recalled):
         for step in range(5):
@@ -235,13 +247,13 @@ def test_votes_that_were_asked_for_or_recalled_are_not_what_this_run_tuned():
     ({"votes": "4,5"}, "asks 5 layers in '4,5', and 4 can vote"),
     ({"votes": "4,3", "n_ahead": 1}, "'n_ahead' is 1, and the votes '4,3' are of 3 layers"),
     ({"votes": "4,1", "n_ahead": 3}, "'n_ahead' is 3, and the votes '4,1' are of 1 layers"),
-    ({"tune": "climb"}, "'tune' is climb, and votes says what would be tuned"),
+    ({"tune": "climb"}, "'tune' is climb, and votes sets the tuned values"),
     ({"tune": "all"}, "'tune' is all"),
     ({"prefetch": "off"}, "'votes' is 4,3, and nothing is loaded ahead"),
     ({"votes": None, "n_ahead": 0, "tune": "climb"}, "'tune' is climb, and nothing is loaded"),
     ({"votes": "5,1"}, "have 5 candidates, and this model's routers choose 4 experts"),
 )
-def test_what_would_have_no_effect_is_refused(settings, said):
+def test_settings_without_effect_are_refused(settings, said):
     with pytest.raises((SettingError, PolicyError), match=said):
         firm(**settings)
 
@@ -259,7 +271,8 @@ def test_without_prefetch_nothing_is_asked_for():
 
 
 def test_a_recorded_run_with_other_votes():
-    """What was recorded of them gives way, and a trace has the layers that are asked for or not."""
+    """A recorded run replayed with other settings drops the recorded votes, and its look-ahead
+    follows the new settings or the trace."""
     Settings = FIRM.Settings
     recorded = Settings(agree="mol", votes="4,3", n_ahead=3, prefetch_kinds=1).as_dict()
     assert Settings.changed(recorded, {}).with_usual() == Settings.of(recorded)
@@ -282,22 +295,26 @@ def test_a_recorded_run_with_other_votes():
 
 @pytest.mark.parametrize(("kinds", "missed"), [(1, 0), (2, 1), (3, 2)])
 def test_the_loss_counts_the_matrices_that_are_fetched(kinds, missed):
-    """Expert 4 is expected and not used, with its up and down there: its gate alone is read for
-    nothing, 1/n. 9 is used and was not expected, with its gate there: what is read of it on demand
-    is its up and its down. 5 and 6 are expected and used, and 7 is expected and in memory."""
+    """The loss counts matrices, for one to three prefetched kinds n.
+
+    Expert 4 is predicted but not used, and its up and down are resident: reading its gate is wasted
+    (1/n). Expert 9 is used but not predicted, and its gate is resident: its up and down are read on
+    demand. Experts 5 and 6 are predicted and used. Expert 7 is predicted and resident.
+    """
     policy = firm(prefetch_kinds=kinds, votes="4,1", waste_weight=1.0, miss_weight=1.0)
     missing = np.zeros((SHAPE.n_layers, SHAPE.n_expert), np.uint8)
     missing[1, [4, 5, 6, 9]] = GATES, GATES | UPS | DOWNS, UPS, UPS | DOWNS
     view = StoreView(np.where(missing, ABSENT, 0).astype(np.uint8), missing)
     out = make_decision(SHAPE)
     policy.decide(make(0, [[0, 1, 2, 3]], [[[4, 5, 6, 7]]]), view, out)
-    missing[1, [4, 5, 6]] = 0  # they have come
+    missing[1, [4, 5, 6]] = 0  # the prefetches have arrived
     policy.decide(make(1, [[5, 6, 9, 1]], np.zeros((0, 1, 4))), view, out)
     assert policy.report()["loss"]["shallow"] == pytest.approx((1 + missed) / kinds)
 
 
 def test_prompts_and_slots_are_dymoes_with_one_precision():
-    """The same plan at every budget, and the same answer to a prompt."""
+    """FIRM has DyMoE's slots at every budget, and the same prefetches and streaming for a
+    prompt."""
     for share in (0.2, 0.55, 1.0):
         budget = int(share * SHAPE.all_slot_bytes())
         ours = firm(budget=budget)
@@ -323,7 +340,7 @@ def test_votes_as_a_text():
             FIRM.Settings(votes=text)
 
 
-# What three layers predict of one, nearest first; four candidates each, best first.
+# Predictions of three layers for one layer, nearest first: four candidates each, best first.
 BALLOTS = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 SCORES = [0.4, 0.2, 0.1, 0.05]
 
@@ -334,16 +351,16 @@ SCORES = [0.4, 0.2, 0.1, 0.05]
     ("mol", 4, 2, [5, 2, 7]),
     ("mol", 4, 3, [5, 2, 7]),
     ("mol", 3, 2, [5, 2]),
-    ("mol", 3, 3, [2]),  # 5 is the third layer's fourth candidate
+    ("mol", 3, 3, [2]),  # 5 is only the third layer's fourth candidate
     ("mol", 1, 2, []),
-    ("mol", 2, 4, [2]),  # there are three votes
+    ("mol", 2, 4, [2]),  # only three layers vote
     ("rank", 3, 3, [5, 2, 7]),
-    ("margin", 4, 1, [5, 2, 7, 1]),  # at least 0.05
+    ("margin", 4, 1, [5, 2, 7, 1]),  # scores of at least 0.05
     ("margin", 3, 1, [5, 2, 7]),
-    ("margin", 2, 1, [5, 2, 7]),  # at least 0.1
+    ("margin", 2, 1, [5, 2, 7]),  # scores of at least 0.1
     ("margin", 1, 1, [5, 2]),
 )
-def test_what_is_agreed(way, candidates, n, expected):
+def test_agreed_candidates(way, candidates, n, expected):
     assert agreed(way, BALLOTS, candidates, n, SCORES) == expected
     assert agreed(way, [], candidates, n) == []
 
@@ -353,7 +370,7 @@ HALF = Weights(0.5, 0.5, 1)
 
 @cases(
     "n_layers, groups",
-    (16, [0] * 5 + [1] * 7 + [2] * 4),  # five shallow and four deep ones, as in Figure 6
+    (16, [0] * 5 + [1] * 7 + [2] * 4),  # five shallow and four deep layers, as in Figure 6
     (8, [0, 0, 0, 1, 1, 1, 2, 2]),
     (4, [0, 0, 1, 2]),
     (3, [0, 0, 2]),
@@ -363,9 +380,12 @@ def test_every_group_has_a_layer_that_can_be_predicted(n_layers, groups):
     assert group_of(n_layers) == groups
 
 
-def test_every_pair_is_counted_on_the_same_tokens():
-    """Nothing is in memory, and 5 and 2 are used. K = 1: 5 is right, 2 missed. P = 2 loses 5 at
-    K = 1 and 7 at K = 3."""
+def test_every_pair_of_votes_is_counted_on_the_same_tokens():
+    """Loss for each number of candidates K and of votes P, with no expert resident.
+
+    First 5 and 2 are used. With K = 1, 5 is predicted and 2 is missed. P = 2 loses 5 at K = 1 and 7
+    at K = 3.
+    """
     made = Tuner("all", [0, 0], (3, 2), HALF, 1, 1, 12)
     sets = every_set("mol", [[5, 7, 2], [2, 5, 9]], 2)
     absent = [(mask_of(range(10)), 1)]
@@ -373,14 +393,14 @@ def test_every_pair_is_counted_on_the_same_tokens():
     assert made.means(0) == [[0.5, 1.0, 0.5], [1.0, 0.5, 0.0]]
     made.token()
     assert made.of(1) == (3, 2)
-    made.count(1, sets, [7, 5], absent)  # mean of two tokens
+    made.count(1, sets, [7, 5], absent)  # mean over two tokens
     assert made.means(0) == [[0.5, 0.5, 0.5], [1.0, 0.5, 0.5]]
     made.token()
-    assert made.of(1) == (1, 1)  # of equals that with the fewest layers and candidates
+    assert made.of(1) == (1, 1)  # of equal losses, the one with the fewest layers and candidates
 
 
 def climbed(means, n, patience=1):
-    """Where a climb is after each of n updates. means [P - 1][K - 1]"""
+    """(K, P) after each of n updates. means: [P - 1][K - 1]."""
     climb = Climb(len(means[0]), len(means), patience)
     path = []
     for _ in range(n):
@@ -393,16 +413,19 @@ def climbed(means, n, patience=1):
     "means, patience, end",
     ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 1, (2, 2)),
     ([[1.0, 0.5, 0.75], [1.0, 0.5, 0.75]], 4, (3, 2)),  # patience delays a turn
-    ([[0.5, 0.5]], 1, (2, 1)),  # a step out of range is a turn
+    ([[0.5, 0.5]], 1, (2, 1)),  # a step out of range counts as a turn
     ([[0.1]], 1, (1, 1)),
 )
 def test_a_climb_turns(means, patience, end):
     assert climbed(means, 4, patience)[-1] == end
 
 
-def test_a_tuner_ends_where_the_climb_saw_the_least():
-    """In two intervals one expert is of use, and so K falls from 3 to 1; in the third, which counts
-    for more, all three are. K = 3 is the best of what was seen, and two steps away."""
+def test_a_climb_ends_at_the_smallest_mean_loss():
+    """The climb ends at the (K, P) with the least mean loss.
+
+    In two intervals one expert is used, and K falls from 3 to 1. In the third interval three are
+    used, and it has three times the weight. So K = 3 is best, two steps away from the current K.
+    """
     made = Tuner("climb", [0, 0, 1, 2], (3, 1), HALF, 4, 1, 12)
     sets = [[mask_of(range(1, n + 1)) for n in (1, 2, 3)]]
     for step in range(12):

@@ -1,4 +1,5 @@
-"""What floor skips and lowers, for how much, and what it asks for ahead and behind."""
+"""The policy `floor`: which experts it skips or lowers for which loss, and its prefetches of
+predicted and of skipped experts."""
 
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ ONE = make_shape(n_layers=3, n_expert=8, k=K, tiers=("q4_k",))
 TWO = make_shape(n_layers=3, n_expert=8, k=K)
 GATES = [0.4, 0.3, 0.2, 0.1]
 IDS = [5, 2, 7, 0]
-AHEAD = [1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2]  # experts of the next layer, and their scores
+AHEAD = [1, 3, 4, 6], [0.8, 0.6, 0.4, 0.2]  # predicted experts of the next layer and their scores
 
 
 def report(n_tokens=1, phase=Phase.DECODE, **changes):
@@ -36,8 +37,10 @@ def report(n_tokens=1, phase=Phase.DECODE, **changes):
 
 
 def made(shape=ONE, nats=None, price=1.0, kind=Floor, **settings):
-    """Without a limit by depth or price, unless one is asked for. nats: of an expert that is
-    skipped, or of each lower tier and of skipping."""
+    """A policy without limits by depth or price unless the settings have them.
+
+    nats: loss of skipping an expert, or of each lower tier and of skipping, at a gate weight of 1.
+    """
     chosen = {
         "max_loss": 1.0,
         "loss_schedule": "flat",
@@ -56,8 +59,11 @@ def made(shape=ONE, nats=None, price=1.0, kind=Floor, **settings):
 
 
 def make(layer=0, step=0, rows=(IDS,), gates=(GATES,), of=(0,), ahead=None, phase=Phase.DECODE):
-    """rows, gates [T, k]; of: the sequence of each token; ahead: (experts, scores) of the next
-    layer, [T, k] each."""
+    """Event for tokens of several sequences.
+
+    rows, gates: [T, k]; of: the sequence of each token; ahead: (experts, scores) predicted for the
+    next layer, [T, k] each.
+    """
     n = len(rows)
     ids, scores = (np.zeros((1, n, K)), np.ones((1, n, K))) if ahead is None else ahead
     event = RouteEvent(
@@ -71,7 +77,7 @@ def make(layer=0, step=0, rows=(IDS,), gates=(GATES,), of=(0,), ahead=None, phas
 
 
 def decided(policy, event, here=(), low=()):
-    """({expert: tier} of what is not high, the decision). here, low: experts in memory in tier 0
+    """({expert: tier} of all lowered experts, the decision). here, low: experts resident in tier 0
     and in tier 1."""
     shape = policy.shape
     resident = np.full((shape.n_layers, shape.n_expert), ABSENT, np.uint8)
@@ -89,43 +95,45 @@ TENTH, MORE = [0.1, 1.0], {0: SKIP, 7: SKIP}
 
 @cases(
     "shape, nats, settings, here, low, lowered",
-    # 0.01 and 0.04 fit a layer's part of 0.051; 0.09 does not, nor what comes after it.
+    # A layer's share is 0.051 nats. 0.01 and 0.04 fit, the next 0.09 does not.
     (ONE, None, {"max_loss": 3 * 0.051}, [], [], MORE),
     (ONE, None, {"max_loss": 3 * 0.051}, [0], [], {7: SKIP}),
     (ONE, None, {}, IDS, [], {}),
     (ONE, None, {"max_loss": 0.0}, [], [], {}),
-    # What is in memory is skipped where that is said to save something: twice as much a byte.
+    # Skipping a resident expert saves the fraction skip_present of its bytes. With 0.5, each saved
+    # byte costs twice as much.
     (ONE, None, {"price": PRICE, "skip_present": 0.5}, IDS, [], {0: SKIP}),
     (ONE, None, {"price": PRICE, "skip_present": 0.1}, IDS, [], {}),
     (ONE, None, {"price": PRICE, "skip_present": 0.5}, [0], [], MORE),
-    # The top gates are kept, the first one alone unless asked.
+    # The experts with the top gate weights are kept. The default is one.
     (ONE, None, {"keep_top": Floor.Settings().keep_top}, [], [], {2: SKIP, **MORE}),
     (ONE, None, {"keep_top": 3}, [], [], {0: SKIP}),
-    # A low copy in memory stands for the high one; that of a kept expert is waited for.
+    # A resident low copy is used instead of a missing high one, except for a kept expert.
     (TWO, TENTH, {}, [0], [5, 7], {5: 1, 7: 1, 2: SKIP}),
     (TWO, TENTH, {"keep_top": 1}, [0], [5, 7], {7: 1, 2: SKIP}),
-    # Low costs a tenth and saves two fifths: each further byte costs six times as much. 0.014 are
-    # for 0 and 7, of which 0 is skipped before 2 is read low; 2 and 5 are 0.009 and 0.016 more.
+    # Low costs a tenth of skipping and saves two fifths of the bytes, so a further byte costs six
+    # times as much. Lowering 0 and 7 costs 0.005 nats. Next, skipping 0 costs 0.009 more, then
+    # lowering 2 adds 0.009, and lowering 5 adds 0.016.
     (TWO, TENTH, {"max_loss": 3 * 0.006}, [], [], {7: 1, 0: 1}),
     (TWO, TENTH, {"max_loss": 3 * 0.031}, [], [], {2: 1, 7: 1, 0: SKIP}),
     (TWO, TENTH, {"max_loss": 3 * 0.04}, [], [], {5: 1, 2: 1, 7: 1, 0: SKIP}),
-    # Where low loses nearly as much, nothing is read low.
+    # If low costs nearly as much as skipping, nothing is lowered.
     (TWO, [0.9, 1.0], {"max_loss": 3 * 0.06}, [], [], MORE),
-    # With low copies of a fifth, skipping adds less to 0.096 than that is.
+    # With low copies of a fifth of the bytes, skipping adds fewer nats per byte than lowering.
     (TINY, [0.6, 1.0], {"max_loss": 3 * 0.08}, [2, 7, 0], [], {}),
     (TINY, [0.6, 1.0], {"max_loss": 3 * 0.17}, [2, 7, 0], [], {5: SKIP}),
 )
-def test_what_a_token_gets_of_a_layer(shape, nats, settings, here, low, lowered):
+def test_experts_that_are_lowered_or_skipped_in_a_layer(shape, nats, settings, here, low, lowered):
     found, out = decided(made(shape, nats, **settings), make(), here, low)
     assert found == lowered and not prefetches(out)
 
 
-def test_what_is_kept_goes_by_the_gates_and_not_by_their_order():
+def test_keep_top_uses_gate_weights_and_not_their_order():
     shuffled = make(gates=[[0.1, 0.4, 0.2, 0.3]])
     assert set(decided(made(keep_top=2), shuffled)[0]) == {5, 7}
 
 
-def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
+def test_skipped_resident_experts_are_neither_missing_nor_read():
     policy = made(price=PRICE, skip_present=0.5)
     decided(policy, make(0), here=IDS)
     policy.on_step(report())
@@ -134,25 +142,25 @@ def test_what_is_skipped_in_memory_is_neither_missing_nor_read_behind():
     assert policy.report()["missing"] == 0 and policy.report()["lowered"] > 0
 
 
-def test_a_layer_has_what_those_before_it_left():
+def test_a_layer_may_spend_what_earlier_layers_left():
     policy = made(max_loss=3 * 0.06)
-    assert decided(policy, make(0), here=[0])[0] == {7: SKIP}  # 0.04 of 0.06
-    assert decided(policy, make(1), here=[0, 7])[0] == {}  # 0.09 of 0.08
-    assert decided(policy, make(2), here=[0, 7])[0] == {2: SKIP}  # 0.09 of 0.14
+    assert decided(policy, make(0), here=[0])[0] == {7: SKIP}  # spends 0.04 of 0.06 nats
+    assert decided(policy, make(1), here=[0, 7])[0] == {}  # 0.09 exceeds the 0.08 that are left
+    assert decided(policy, make(2), here=[0, 7])[0] == {2: SKIP}  # spends 0.09 of 0.14
 
 
-def test_the_first_layer_has_nothing_by_the_cosine_schedule():
-    policy = made(loss_schedule="cosine", max_loss=0.16)  # 0, 1/3 and 2/3 of it
+def test_the_cosine_schedule_gives_the_first_layer_no_budget():
+    policy = made(loss_schedule="cosine", max_loss=0.16)  # shares of the layers: 0, 1/3 and 2/3
     found = [decided(policy, make(layer))[0] for layer in range(3)]
     assert found == [{}, {0: SKIP, 7: SKIP}, {0: SKIP, 7: SKIP}]
 
 
-def test_what_a_token_leaves_is_carried_on():
+def test_unspent_budget_is_carried_to_later_tokens():
     policy = made(max_loss=3 * 0.02)
-    assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 of 0.02
+    assert decided(policy, make(0), here=[0])[0] == {}  # 0.04 exceeds 0.02
     policy.on_step(report())
     policy._price = 1.0
-    assert decided(policy, make(0, 1), here=[0])[0] == {7: SKIP}  # of 0.08
+    assert decided(policy, make(0, 1), here=[0])[0] == {7: SKIP}  # spends 0.05 of 0.08
     policy.on_step(report())
     account = policy._accounts[0]
     assert account.left == pytest.approx(2 * 0.06 - 0.04)
@@ -162,7 +170,7 @@ def test_what_a_token_leaves_is_carried_on():
     assert account.left == pytest.approx(floor._CARRIED_TOKENS * 0.06)
 
 
-def test_a_step_that_failed_spends_nothing():
+def test_a_failed_step_spends_nothing():
     policy = made(max_loss=3 * 0.051)
     for step in range(3):
         assert decided(policy, make(0, step))[0] == {0: SKIP, 7: SKIP}
@@ -170,7 +178,8 @@ def test_a_step_that_failed_spends_nothing():
 
 
 def test_each_sequence_has_its_own_budget():
-    """Both tokens need 2 and 7; the second one's sequence has nothing left for them."""
+    """Both tokens need experts 2 and 7. If the second sequence has no loss budget left, both are
+    kept."""
     rows, gates = ([2, 7, 1, 3], [2, 7, 4, 6]), ([0.2] * 4, [0.1] * 4)
     policy = made(max_loss=3 * 0.17)
     both = make(rows=rows, gates=gates, of=(4, 9))
@@ -185,7 +194,7 @@ def test_each_sequence_has_its_own_budget():
     assert set(policy._accounts) == {4}
 
 
-def test_the_price_follows_what_is_spent():
+def test_the_price_rises_with_unspent_and_falls_with_spent_budget():
     policy, poor = made(max_loss=1.0, price=PRICE), made(max_loss=3 * 0.051, price=PRICE)
     for each in (policy, poor):
         decided(each, make())
@@ -195,8 +204,9 @@ def test_the_price_follows_what_is_spent():
     assert policy._price > PRICE > poor._price == pytest.approx(PRICE * np.exp(-0.1))
 
 
-def test_it_loads_ahead_what_it_would_not_skip():
-    """By the predicted scores, made to add up to the weights: 0.4, 0.3, 0.2 and 0.1."""
+def test_experts_that_would_not_be_skipped_are_prefetched():
+    """An expert is prefetched if it would not be skipped at the current price. The predicted scores
+    are scaled to the sum of the gate weights: 0.4, 0.3, 0.2, 0.1."""
     policy = made(price=PRICE, prefetch="on", read_behind=False)
     _, out = decided(policy, make(ahead=AHEAD), here=[6])
     assert prefetches(out) == [(1, e, 0, 0) for e in (1, 3, 6)]
@@ -204,24 +214,26 @@ def test_it_loads_ahead_what_it_would_not_skip():
     assert [e for _, e, *_ in prefetches(decided(kept, make(ahead=AHEAD))[1])] == [1]
 
 
-def test_it_loads_ahead_what_it_cannot_pay_for():
-    """0.16, 0.09, 0.04 and 0.01 nats at any price, where 0.058 are left in the next layer."""
-    for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):  # 0.01 of it is spent before
+def test_experts_beyond_the_budget_are_prefetched():
+    """An expert is prefetched if the budget left for the next layer does not cover its loss: 0.16,
+    0.09, 0.04 and 0.01 nats, and 0.058 nats are left."""
+    # in the second case 0.01 nats are spent first
+    for here, wanted in ((IDS, [1, 3]), ([5, 2, 7], [1, 3, 4])):
         policy = made(max_loss=3 * 0.029, prefetch="on", read_behind=False)
         _, out = decided(policy, make(ahead=AHEAD), here=here)
         assert prefetches(out) == [(1, e, 0, 0) for e in wanted]
 
 
-def test_it_loads_ahead_what_one_of_several_tokens_cannot_pay_for():
+def test_experts_beyond_the_budget_of_one_of_several_tokens_are_prefetched():
     ahead = [[[1, 3, 4, 6]] * 2], [[[0.8, 0.6, 0.4, 0.2]] * 2]
     both = make(rows=[IDS] * 2, gates=[GATES] * 2, of=(4, 9), ahead=ahead)
     policy = made(max_loss=3 * 0.03, prefetch="on", read_behind=False)
     assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3]
-    policy._accounts[9].left = -0.013  # so that 0.037 are left behind 0.01
+    policy._accounts[9].left = -0.013  # with 0.01 nats spent, 0.037 are left
     assert [e for _, e, *_ in prefetches(decided(policy, both, here=IDS)[1])] == [1, 3, 4]
 
 
-def test_what_is_skipped_again_is_read_behind_within_the_rate():
+def test_experts_skipped_twice_are_read_within_the_transition_rate():
     expert_bytes = ONE.expert_slot_bytes(0, 0)
     fast, slow = made(transition_rate=0), made(transition_rate=1000 * 2 * expert_bytes)
 
@@ -234,7 +246,7 @@ def test_what_is_skipped_again_is_read_behind_within_the_rate():
 
     for policy, wanted in ((fast, [0, 7, 2, 5]), (slow, [0, 7]), (made(read_behind=False), [])):
         assert asked_behind(policy, 0) == []
-        policy.on_step(report())  # a millisecond
+        policy.on_step(report())  # one millisecond
         assert asked_behind(policy, AGAIN_STEPS) == wanted
         assert asked_behind(policy, 2 * AGAIN_STEPS + 1) == []
     assert not prefetches(decided(slow, make(2))[1])
@@ -247,7 +259,7 @@ def test_prompts_are_lossless():
         assert decided(policy, event)[0] == {}
 
 
-def test_it_says_what_it_lost():
+def test_the_report_has_the_estimated_loss():
     policy = made(max_loss=3 * 0.051)
     assert policy.report()["loss"] is None
     decided(policy, make(), here=[5])
@@ -269,8 +281,8 @@ def test_slots_for_low_copies_are_a_share():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
-def test_low_copies_leave_room_for_the_fewest_high_ones(share):
-    """One expert of each tier in each layer, whatever share is asked for."""
+def test_low_share_leaves_slots_for_the_minimum_of_high_copies(share):
+    """The minimum budget is one expert of each tier in each layer, for every low_share."""
     each = range(TWO.n_layers)
     least = sum(TWO.expert_slot_bytes(layer, tier) for layer in each for tier in (0, 1))
     assert least_of(Floor, TWO, Floor.Settings(low_share=share)) == least
@@ -279,13 +291,13 @@ def test_low_copies_leave_room_for_the_fewest_high_ones(share):
         assert plan.total_bytes <= budget
 
 
-def test_it_cannot_decide_without_an_estimate():
+def test_a_missing_estimate_is_an_error():
     policy = policy_of(Floor, ONE, budget=ONE.all_slot_bytes())
     with pytest.raises(PolicyError, match="has no estimate of the losses of lower tiers"):
         decided(policy, make())
 
 
-def test_the_budget_changes_live():
+def test_max_loss_can_change_while_running():
     policy = made(max_loss=0.0)
     change(policy, max_loss=3 * 0.051)
     assert policy._price > 0
@@ -293,7 +305,7 @@ def test_the_budget_changes_live():
     assert decided(policy, make())[0] == {0: SKIP, 7: SKIP}
 
 
-def test_half_of_the_limit_is_spent_and_all_of_it_again():
+def test_unusual_routing_halves_the_limit_until_it_is_usual_again():
     policy, few = made(max_loss=3 * 0.051), made(max_loss=3 * 0.0255)
     assert "estimated loss of 0.153 nats" in policy.describe()
     policy.on_step(report(phase=Phase.PREFILL, unusual=True))
@@ -307,7 +319,7 @@ def test_half_of_the_limit_is_spent_and_all_of_it_again():
 
 
 class General(Floor):
-    """Decides a single token as one of several."""
+    """Uses the code for several tokens also for single tokens."""
 
     _lower = Floor._lower_all
     _ask = Floor._ask_all
@@ -315,9 +327,9 @@ class General(Floor):
 
 @pytest.mark.parametrize("shape", [ONE, TWO])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_single_token_is_decided_as_several_are(seed, shape):
-    """Over tokens whose gates, predictions and residency are random, with all that an account and
-    the price remember."""
+def test_a_single_token_is_decided_like_several(seed, shape):
+    """Both code paths give the same tiers, prefetches, accounts and prices for 40 tokens with
+    random gate weights, predictions and residency."""
     rng = np.random.default_rng(seed)
     settings = {
         "keep_top": seed % 3,
@@ -353,8 +365,9 @@ def test_a_single_token_is_decided_as_several_are(seed, shape):
 
 
 @pytest.mark.parametrize("kind", [Floor, General])
-def test_look_ahead_skips_what_costs_least_first(kind):
-    """The expert with the lowest gate costs most, and is what the budget has nothing left for."""
+def test_the_predicted_expert_with_the_largest_loss_is_prefetched(kind):
+    """The predicted expert with the lowest gate weight has ten times the loss, so the budget does
+    not cover it and it is prefetched."""
     nats = np.ones((ONE.n_layers, ONE.n_expert, 1))
     nats[:, 6] = 10.0
     policy = made(ONE, nats, kind=kind, max_loss=3 * 0.175, prefetch="on")
@@ -363,7 +376,8 @@ def test_look_ahead_skips_what_costs_least_first(kind):
 
 
 def played(policy, n_steps, n_here):
-    """Tokens whose gates and residency are random, n_here of the eight experts in memory."""
+    """Run n_steps tokens with random gate weights and residency. n_here of the eight experts are
+    resident."""
     rng = np.random.default_rng(1)
     for step in range(n_steps):
         for layer in range(ONE.n_layers):
@@ -373,9 +387,12 @@ def played(policy, n_steps, n_here):
         policy.on_step(report())
 
 
-def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowed():
-    """At a price at which all would be skipped, each token spends what there is on the first layers
-    that ask for it."""
+def test_a_price_that_is_too_high_falls():
+    """A price that is too high falls to the usual one, although no more than the budget is spent.
+
+    At this price every expert would be skipped, so each token spends its whole budget in the first
+    layers.
+    """
     policy = made(max_loss=0.05, price=1.0, keep_top=1)
     played(policy, 300, 4)
     usual = made(max_loss=0.05, price=1e-3 / ONE.expert_slot_bytes(0, 0), keep_top=1)
@@ -384,22 +401,25 @@ def test_a_price_that_is_too_high_comes_down_though_no_more_is_spent_than_allowe
     assert policy._price == pytest.approx(usual._price, rel=0.2)
 
 
-def test_the_price_rises_no_higher_than_the_dearest_choice():
+def test_the_price_is_limited_to_the_most_expensive_choice():
     policy = made(max_loss=5.0)
     played(policy, 300, 4)
     assert policy._price == pytest.approx(1 / ONE.expert_slot_bytes(0, 0))
     assert policy.report()["lowered"] == policy.report()["missing"]
 
 
-def test_while_nothing_is_missing_nothing_is_learned_of_the_price():
+def test_the_price_is_constant_while_no_expert_is_missing():
     policy = made(max_loss=5.0, price=PRICE, skip_present=Floor.Settings().skip_present)
     played(policy, 300, 8)
     assert policy._price == PRICE and policy.report()["lowered"] == 0
 
 
-def test_what_missing_experts_leave_is_spent_on_those_in_memory():
-    """Half of what is chosen is missing. As long as that takes all that is allowed, what is in
-    memory is used."""
+def test_resident_experts_are_skipped_with_the_budget_that_is_left():
+    """Resident experts are skipped only with the budget that missing experts leave.
+
+    Half of the routed experts are missing. With max_loss 0.01 and 0.05 they take the whole budget;
+    with 0.6 they do not.
+    """
     found = []
     for max_loss in (0.01, 0.05, 0.6):
         policy = made(max_loss=max_loss, keep_top=1, skip_present=Floor.Settings().skip_present)

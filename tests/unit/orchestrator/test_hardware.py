@@ -1,13 +1,14 @@
-"""What a machine has: free memory and the limits around this process."""
+"""Free memory and the memory limits (cgroups) of this process."""
 
 import psutil
 import pytest
 
 from orchestrator.plan import machine
-from orchestrator.plan.machine import Machine, probe
+from orchestrator.plan.machine import probe
+from orchestrator.plan.records import Machine
 
 
-def test_headroom():
+def test_a_part_of_memory_is_left_as_headroom():
     assert Machine(2**30).usable_bytes == 2**30 - 2**28
     assert Machine(100 * 2**30).usable_bytes == 98 * 2**30
     assert Machine(1000).usable_bytes == 0

@@ -1,4 +1,4 @@
-"""What is read while nothing is asked for: in which order, and how soon it stops."""
+"""Reads while idle: their order, and when they stop."""
 
 import json
 import threading
@@ -17,11 +17,11 @@ from orchestrator.policy import POLICIES
 from orchestrator.runtime.idle import Idle, likely
 
 WANTED = [(0, expert, 0) for expert in range(50)]
-SECONDS = 600  # until a test gives up on a thread
+SECONDS = 600  # timeout for a thread, after which the test fails
 
 
 class SlowStore:
-    """Reads an expert when the test lets it, or gives up waiting for it when it is cancelled."""
+    """A store whose reads wait for the test's permission, and end without data if cancelled."""
 
     def __init__(self, fails_at=-1):
         self.read: list[tuple[int, int, int]] = []
@@ -46,7 +46,7 @@ class SlowStore:
         return expert % 2 == 0
 
 
-def test_who_asks_waits_for_no_read():
+def test_stopping_does_not_cancel_the_current_read():
     store = SlowStore()
     idle = Idle(store)
     idle.start(WANTED)
@@ -54,14 +54,14 @@ def test_who_asks_waits_for_no_read():
         assert store.begun.acquire(timeout=SECONDS)
         if len(store.read) < 2:
             store.go.release()
-    idle.stop()  # while the third one is being read
+    idle.stop()  # while the third expert is being read
     assert store.read == WANTED[:2] and not store.cancelled
     idle.stop()
     assert not store.begun.acquire(blocking=False)
-    assert idle.brought == 1  # the second one found no slot
+    assert idle.prefetched == 1  # the second one found no free slot
 
 
-def test_it_ends_at_the_first_that_cannot_be_read():
+def test_idle_reads_end_at_the_first_failed_read():
     store = SlowStore(fails_at=4)
     idle = Idle(store)
     store.go.release(50)
@@ -122,13 +122,13 @@ def counts(model, each):
     return found
 
 
-def test_use_is_kept_under_every_policy(model):
+def test_usage_is_kept_with_every_policy(model):
     first = keeper(model, policy="lru")
     assert first.recall() is None
     first.learn(counts(model, 10))
-    first.learn(counts(model, 2))  # another policy, in the same run
+    first.learn(counts(model, 2))  # under another policy, in the same run
     first.save()
-    first.save()  # nothing was learned since
+    first.save()  # nothing was learned after the first save
     again = keeper(model, policy="dymoe")
     np.testing.assert_allclose(again.recall(), counts(model, 12))
     again.learn(counts(model, 1))
@@ -136,7 +136,8 @@ def test_use_is_kept_under_every_policy(model):
     np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
     forgets = keeper(model, remember=False)
     forgets.learn(counts(model, 1))
-    np.testing.assert_allclose(forgets.recall(), counts(model, 1))  # until the run ends
+    # kept in memory until the run ends
+    np.testing.assert_allclose(forgets.recall(), counts(model, 1))
     forgets.save()
     np.testing.assert_allclose(keeper(model).recall(), counts(model, 13))
     assert keeper(model, remember=False).recall() is None
@@ -144,7 +145,7 @@ def test_use_is_kept_under_every_policy(model):
 
 @pytest.mark.parametrize("older", [{"outputs": {"tokens": [[1]]}, "probed": None}, {"errors": 7}])
 def test_profiles_of_older_versions_keep_their_usage(model, older):
-    """Their other fields are dropped without a word, whatever they hold."""
+    """Fields of older versions are dropped without a note, whatever they hold."""
     first, path = keeper(model), cached_path(model, "usage")
     first.learn(counts(model, 10))
     first.save()
@@ -157,7 +158,7 @@ def test_profiles_of_older_versions_keep_their_usage(model, older):
     assert not older.keys() & json.loads(path.read_text()).keys()
 
 
-def test_a_damaged_profile_is_left_aside(model):
+def test_a_damaged_profile_is_ignored_with_a_note(model):
     first, path = keeper(model), cached_path(model, "usage")
     first.learn(counts(model, 1))
     first.save()
@@ -169,7 +170,7 @@ def test_a_damaged_profile_is_left_aside(model):
         assert "is recorded from scratch" in str(left.note) and said in str(left.note)
 
 
-def test_what_was_long_ago_counts_less(model):
+def test_stored_usage_is_limited_so_that_old_use_counts_less(model):
     first = keeper(model)
     first.learn(counts(model, 10**7))
     first.save()

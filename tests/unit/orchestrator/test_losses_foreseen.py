@@ -1,17 +1,23 @@
-"""What lower precisions cost, foreseen in nats: by a table, by uses, and while a model runs."""
+"""Predicted quality loss of lower precisions, in nats: from a loss table, from expert usage, and
+from the decisions of a running model."""
 
+import json
+import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from shapes import make_decision, make_event, make_shape, make_view
 from tables import cases
 
+from gguf_tools import synthetic
+from gguf_tools.experts import ExpertModel
 from orchestrator.allocation.estimate import KlEstimate, Routing, surprise
+from orchestrator.config import Config
 from orchestrator.cost import losses
+from orchestrator.cost.calibrating import format_duration
 from orchestrator.cost.losses import Fit, LossModel, LossTable, TablePrecision
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, NoLossTableError
 from orchestrator.events import ABSENT, SKIP, Phase
 from orchestrator.runtime.loss_meter import LossMeter
 
@@ -56,9 +62,9 @@ def test_a_resident_plan_costs_its_hotness_times_the_losses():
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_meter_takes_what_is_computed(exact):
-    """A better copy in memory is used, unless each expert has to be in its own tier. A step that
-    failed leaves nothing."""
+def test_the_meter_uses_the_computed_tiers(exact):
+    """The meter counts the tier that is computed: a better resident copy if there is one, but with
+    `exact` the requested tier. A failed step adds nothing."""
     meter = LossMeter(ESTIMATE, exact)
     resident = np.full(SIZE, ABSENT, np.uint8)
     resident[:, :4] = 0
@@ -88,7 +94,7 @@ def test_a_meter_takes_what_is_computed(exact):
     assert meter.since(mark, Phase.DECODE) == 0
 
 
-def test_uses_that_nobody_decided_are_counted():
+def test_uses_without_a_decision_are_counted():
     meter = LossMeter(ESTIMATE, exact=False)
     counts, tiers = np.ones(SIZE), np.ones(SIZE, np.uint8)
     meter.holds(tiers)
@@ -113,8 +119,9 @@ FIT = Fit((0.5, 1.0, 2.0), ("q8_0", "q4_k", "q2_k", "skip"), "12 tokens", 1.25)
 
 
 def test_distances_are_from_the_base():
-    """q4_k and q2_k are 1 and 2 from the reference, and 3 from each other; a skipped expert is as
-    far from q4_k's output as that is long. An expert without a token is like its layer."""
+    """Losses are mean squared distances from the base tier. q4_k and q2_k are 1 and 2 from the
+    reference, so 3 from each other. Skipping costs the power of the output. An expert without a
+    token gets the mean of its layer."""
     found = table(FIT).estimate(["q4_k", "q2_k"])
     assert found is not None and found.base == "q4_k"
     factors = np.array(FIT.factors)[:, None, None]
@@ -126,7 +133,7 @@ def test_distances_are_from_the_base():
 
 
 def test_each_tier_has_its_own_scale():
-    """One that was not fitted has that of the tier nearest in bits."""
+    """A tier without a fitted scale gets that of the tier nearest in bits."""
     scaled = FIT._replace(tiers=("q8_0", "q2_k", "skip"), scales=(0.5, 2.0, 3.0))
     costs = table(scaled).costs(["q8_0", "q4_k", "q2_k"])
     plain = table(scaled._replace(scales=())).costs(["q8_0", "q4_k", "q2_k"])
@@ -134,43 +141,57 @@ def test_each_tier_has_its_own_scale():
     assert np.allclose(costs, plain * np.array([0.5, 0.5, 2.0, 3.0]))
 
 
-def keeper(folder, monkeypatch, found):
-    """Of a model in a folder, with this table beside it."""
-    path = folder / "m.gguf"
-    if found is not None:
-        losses.default_path(path).touch()
-        monkeypatch.setattr(losses, "load", lambda *_: found)
-    path.write_bytes(bytes(100))
-    config, model = SimpleNamespace(given=lambda _: None), SimpleNamespace(path=path, files=[path])
-    return LossModel(config, model)
+OF_OTHER = {"format": "moe-edge loss table", "version": 3, "model": "x", "name": "o.gguf"}
 
 
 @cases(
-    "found, tiers, reason",
-    (None, ["q4_k"], "m.gguf has no loss table"),
-    (table(), ["q4_k"], "m.gguf.calib.json has no factors"),
-    (table(FIT), ["q4_k", "q1_0"], "m.gguf.calib.json lacks one of q4_k, q1_0"),
+    "found, reason",
+    (None, "m.gguf has no loss table"),
+    (OF_OTHER, "m.gguf.calib.json: this loss table was made with another file (o.gguf)"),
+    ({**OF_OTHER, "version": 2}, "m.gguf.calib.json: this loss table has another format version"),
+    (json.dumps(OF_OTHER)[:-9], "m.gguf.calib.json: not a loss table, or damaged"),
+    (table(), "m.gguf.calib.json has no factors that make KL of its losses"),
+    (table(FIT), "m.gguf.calib.json lacks one of q4_k, q1_0"),
 )
-def test_who_needs_it_is_told_what_to_run(found, tiers, reason, tmp_path, monkeypatch):
-    known = keeper(tmp_path, monkeypatch, found)
-    assert known.estimate(tiers) is None
-    with pytest.raises(ConfigError) as caught:
-        known.needed(tiers)
-    said = str(caught.value)
-    assert said.startswith("--max-loss and --policy floor cannot be used: ") and reason in said
-    assert f"run `moe-edge calibrate {tmp_path}/m.gguf --calib TEXT` (about 1 minute, once)" in said
+def test_who_needs_it_is_told_what_to_run(found, reason, tmp_path, monkeypatch):
+    """In one sentence with the command and its duration. Only a table that is missing or unusable
+    is worth an offer to make it."""
+    path, is_usable = tmp_path / "m.gguf", isinstance(found, LossTable)
+    synthetic.write(path, "tiny-qwen3moe")
+    if is_usable:
+        losses.default_path(path).touch()
+        monkeypatch.setattr(losses, "load", lambda *_: found)
+    elif found is not None:
+        text = found if isinstance(found, str) else json.dumps(found)
+        losses.default_path(path).write_text(text)
+    with ExpertModel.open(path) as model:
+        known = LossModel(Config.build(model=path), model)
+        assert known.estimate(["q4_k", "q1_0"]) is None
+        with pytest.raises(ConfigError) as caught:
+            known.needed(["q4_k", "q1_0"])
+    assert isinstance(caught.value, NoLossTableError) != is_usable
+    said, force = str(caught.value), "" if found is None else " --force"
+    assert said.startswith("--max-loss and --policy floor cannot be used: ")
+    assert reason in said and "\n" not in said
+    command = re.escape(f": run `moe-edge calibrate -m {path}{force}`")
+    assert re.search(command + r" \(about \d+ s, once\)$", said)
 
 
-@pytest.mark.parametrize(("n_bytes", "said"), [(1, "1 minute,"), (16 * 10**9, "12 minutes,")])
-def test_it_says_how_long_the_table_takes(n_bytes, said, tmp_path, monkeypatch):
-    known = keeper(tmp_path, monkeypatch, None)
-    with open(tmp_path / "m.gguf", "r+b") as file:
-        file.truncate(n_bytes)  # a sparse file
-    assert f"(about {said} once)" in known.unknown(["q4_k"])
+@cases(
+    "seconds, said",
+    (0.2, "1 s"),
+    (12.4, "12 s"),
+    (43, "45 s"),
+    (95, "2 minutes"),
+    (720, "12 minutes"),
+    (7300, "2 hours"),
+)
+def test_a_duration_is_rounded(seconds, said):
+    assert format_duration(seconds) == said
 
 
 def uneven_table():
-    """Two layers of three experts; one of them saw no token."""
+    """Two layers with three experts. One expert saw no token."""
     loss = np.array(
         [[[0.0, 1.0], [0.0, 2.0], [np.nan, np.nan]], [[0.0, 3.0], [0.0, 4.0], [0.0, 5.0]]]
     )
@@ -183,7 +204,8 @@ def uneven_table():
 
 
 def test_factor_and_gates_weigh_the_losses():
-    """An expert without a token has the means of its layer."""
+    """Loss per use = layer factor * mean squared gate weight * loss. An expert without a token gets
+    the means of its layer."""
     nats = uneven_table().per_use(("q8_0", "q2_k"))
     assert nats is not None and (nats[..., 0] == 0).all()
     gate, lost = (0.5 + 3 * 0.25) / 4, (1 + 3 * 2) / 4
@@ -191,7 +213,7 @@ def test_factor_and_gates_weigh_the_losses():
     assert nats[1, :, 1] == pytest.approx([0.5 * 0.1 * 3, 0.5 * 0.2 * 4, 0.5 * 0.3 * 5])
 
 
-def test_without_a_fit_they_are_the_losses():
+def test_without_a_fit_losses_per_use_are_the_losses():
     for less in ({"fit": None}, {"gates": None}):
         found = replace(uneven_table(), **less)
         assert (found.per_use(("q2_k",)) == found.of_tiers(("q2_k",))).all()
@@ -199,7 +221,8 @@ def test_without_a_fit_they_are_the_losses():
 
 
 def test_estimates_are_those_of_sensitive_texts():
-    """Nine tenths of the windows lose less, and `spread` says how much less a tenth loses."""
+    """Estimates are scaled to the upper end of `spread`: nine tenths of the texts lose less. The
+    result's `spread` is the ratio of lower to upper end."""
     wide = FIT._replace(spread=(0.5, 2.0), routing=(-0.1, 0.4))
     found, usual = (table(each).estimate(["q4_k", "q2_k"]) for each in (wide, FIT))
     np.testing.assert_allclose(found.nats, 2 * usual.nats)
@@ -207,19 +230,21 @@ def test_estimates_are_those_of_sensitive_texts():
     assert (found.routing.low, found.routing.high) == (-0.1, 0.4)
 
 
-def test_surprise_is_zero_in_the_mean_of_a_layer():
+def test_surprise_has_a_mean_of_zero_in_each_layer():
     counts = np.array([[1000.0, 10.0, 10.0, 0.0], [500.0, 500.0, 500.0, 500.0]])
     found = surprise(counts)
     assert found[0, 0] < 0 < found[0, 1] < found[0, 3] and found[1] == pytest.approx([0.0] * 4)
     assert ((counts + 1) * found).sum(axis=1) == pytest.approx([0.0, 0.0], abs=1e-9)
     routing = Routing(found, -0.1, 0.2)
     assert routing.holds(counts) and routing.holds(0 * counts)
-    assert not routing.holds(np.eye(4)[[3, 0]] * 256)  # an expert that the texts never used
-    assert not routing.holds(np.array([[256, 0, 0, 0], [0, 0, 0, 0]]))  # their usual one alone
+    # uses an expert that the calibration texts never used
+    assert not routing.holds(np.eye(4)[[3, 0]] * 256)
+    # uses only the most common expert
+    assert not routing.holds(np.array([[256, 0, 0, 0], [0, 0, 0, 0]]))
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_meter_counts_answers_under_half_of_the_limit(decodes):
+def test_the_meter_counts_answer_tokens_with_a_halved_limit(decodes):
     phase = Phase.DECODE if decodes else Phase.PREFILL
     meter = LossMeter(ESTIMATE, exact=True)
     meter.step_done(phase, 3)

@@ -1,9 +1,10 @@
-"""What `moe-edge plan` finds of this machine, and what it says of a GPU."""
+"""`moe-edge plan`: its measurements of this machine, and its report about a GPU."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
+from asking import request_of
 
 from gguf_tools.experts import ExpertModel
 from orchestrator.cli.machine import examine, misses_line, render
@@ -15,7 +16,7 @@ from orchestrator.plan import machine
 from orchestrator.plan.footprint import model_shape
 from orchestrator.plan.planning import plan as plan_of
 from orchestrator.plan.planning import planned as needed
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.records import Device, Machine, PlanRequest
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 def test_a_machine_without_a_gpu(model):
     said: list[str] = []
-    health, plans = examine(Config.build(model=model, device="cpu", threads=1), said.append)
+    health, plans = examine(request_of(model=model, device="cpu", threads=1), said.append)
     parts = ("the disk", "the memory", "this machine")
     assert said == [f"Measuring {part}" for part in parts]
     assert health["gpu"] is None and health["copies"] is None
@@ -36,23 +37,23 @@ def test_a_machine_without_a_gpu(model):
     assert json.loads(json.dumps(health)) == health
 
 
-def test_what_does_not_fit_is_said_instead_of_a_plan(model):
-    health, _ = examine(Config.build(model=model, device="cpu", ram=1 << 50))
+def test_a_refusal_is_reported_instead_of_a_plan(model):
+    health, _ = examine(request_of(model=model, device="cpu", ram=1 << 50))
     assert any("is more than" in each for each in health["notes"])
-    health, plans = examine(Config.build(model=model, device="cpu", ram=1 * MIB))
+    health, plans = examine(request_of(model=model, device="cpu", ram=1 * MIB))
     assert health["plan"] is None and plans is None
     assert "smallest --ram that works" in health["plan_note"]
 
 
 def test_copies_to_a_device_are_timed(model):
-    health, _ = examine(Config.build(model=model, device="host", threads=1, force_managed=True))
+    health, _ = examine(request_of(model=model, device="host", threads=1, force_managed=True))
     assert health["gpu"] is not None and health["copies"]["pageable"] > 0
     assert f"on {health['gpu']['name']}; " in health["plan"]
     text = render(health)
     assert "there and back" in text and "copied to the GPU: host memory cannot be pinned" in text
 
 
-def test_the_quickest_way_of_a_miss_is_named():
+def test_the_fastest_way_to_handle_a_miss_is_named():
     slow_link = Bandwidths(pinned=1e9, pageable=1e9, round_trip_us=10, compute=20e9)
     line = misses_line(slow_link, 2_400_000)
     assert "copied 2.40 ms, computed on the CPU 0.12 ms" in line
@@ -64,19 +65,20 @@ def test_the_quickest_way_of_a_miss_is_named():
 
 @pytest.fixture
 def planned(model):
-    """Plans for a card of a GiB, unless it is larger. more: bytes that are taken besides."""
+    """Function that plans for a GPU of 1 GiB by default. more: scratch bytes beyond the
+    estimate."""
     with ExpertModel.open(model) as opened:
 
         def plan(card=1 << 30, more=0, **settings):
-            there = machine.Machine(8 << 30, machine.Device("cuda0", "a card", card, card))
+            there = Machine(8 << 30, Device("cuda0", "a card", card, card))
             config = Config.build(model=model, **settings)
-            request = replace(PlanRequest.of(config), more_scratch=more)
+            request = PlanRequest(config, more_scratch=more)
             return needed(plan_of(request, opened, there))
 
         yield plan
 
 
-def test_vram_caps_everything_there(planned, model):
+def test_vram_limits_everything_on_the_card(planned, model):
     lru = {"ctx": 256, "policy": "lru"}
     all_of_it = planned(**lru)
     fixed = all_of_it.total_bytes - all_of_it.slots.total_bytes
@@ -86,7 +88,7 @@ def test_vram_caps_everything_there(planned, model):
     plan = planned(vram=vram, **lru)
     assert plan.device is not None
     assert plan.total_bytes <= plan.cap_bytes == vram
-    # what llama.cpp was seen to take beyond the estimate comes off the slots
+    # Memory that llama.cpp took beyond the estimate reduces the slots.
     less = planned(vram=vram, more=8 * one_expert, **lru)
     assert 0 < less.slots.total_bytes <= plan.slots.total_bytes - 7 * one_expert
     assert less.total_bytes <= vram
@@ -96,7 +98,7 @@ def test_vram_caps_everything_there(planned, model):
     assert planned(vram=needed, ctx=256).total_bytes <= needed
 
 
-def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
+def test_a_gpu_holds_the_model_or_the_host_needs_memory_for_reads(planned):
     plan = planned(8 << 30)
     assert not plan.managed and plan.device is not None
     with pytest.raises(BudgetError, match="with a GPU: the minimum is") as caught:
@@ -108,7 +110,7 @@ def test_a_card_takes_the_whole_model_or_the_host_needs_room_for_reads(planned):
     assert planned(8 << 30, policy="lru", ram=more.value.needed_bytes, cache_ram=3 * MIB).managed
 
 
-def test_a_device_that_is_not_here(model):
+def test_a_device_that_does_not_exist_is_refused(model):
     from orchestrator.runtime.runtime import Runtime
 
     for asked, named in (("cuda63", "cuda63"), ("gpu", "cuda0")):
@@ -118,7 +120,8 @@ def test_a_device_that_is_not_here(model):
             Runtime.open(Config.build(model=model, device=asked))
 
 
-def test_more_than_there_is_is_warned_of():
-    """The plan takes what is there; llama.cpp, too, runs with what it gets."""
+def test_ram_beyond_the_machines_memory_causes_a_warning():
+    """A plan warns if --ram is more than the machine's memory. It then uses the machine's
+    memory."""
     for ram, warned in ((None, False), (1 << 30, False), (22 << 30, False), (1 << 40, True)):
-        assert bool(machine.more_than_there(ram, machine.Machine(22 << 30))) == warned
+        assert bool(machine.more_than_there(ram, Machine(22 << 30))) == warned

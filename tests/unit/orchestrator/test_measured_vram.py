@@ -1,4 +1,4 @@
-"""A GPU's memory is planned again by what a loaded model was seen to take."""
+"""A plan for a GPU is repeated with the memory that the loaded model was observed to take."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -7,7 +7,8 @@ from typing import ClassVar
 from tables import cases
 
 from orchestrator.config import Config
-from orchestrator.cost.planner import Runs
+from orchestrator.cost.planner import ResolvedPlan
+from orchestrator.plan.records import PlanRequest
 from orchestrator.runtime.load import MOST_LOADS, SPARE_BYTES, Loader
 
 MIB = 2**20
@@ -18,14 +19,17 @@ USUAL = {"more": 0, "n_ubatch": 512, "total_bytes": CAP, "cap_bytes": CAP, "abse
 
 
 def planned_with(**changes):
-    """With slots up to the cap: more bytes of scratch are fewer of slots."""
+    """A plan whose slots fill the cap, so more bytes of scratch leave fewer for slots."""
     return SimpleNamespace(**(USUAL | changes))
 
 
 @dataclass
 class Gpu:
-    """Its kernels take a constant amount when the first model computes, and stay. A model takes so
-    much beyond its plan, less what the plan knows of."""
+    """A simulated GPU.
+
+    modules: bytes of kernels, taken when the first model computes and never freed. beyond: bytes
+    that a model takes more than planned, minus those that the plan includes.
+    """
 
     modules: int
     beyond: int
@@ -35,11 +39,11 @@ class Gpu:
 
 
 def planned(plan):
-    return Runs(Config.build(model="m.gguf"), plan, None)
+    return ResolvedPlan(PlanRequest(Config.build(model="m.gguf")), plan, None)
 
 
 def load(gpu, monkeypatch):
-    """The plan that is kept."""
+    """Load a model on this GPU and return the plan that is kept."""
     loader = object.__new__(Loader)
     loader.gpu = SimpleNamespace(index=0)
 
@@ -65,20 +69,21 @@ def load(gpu, monkeypatch):
 
 @cases(
     "modules, beyond, more",
-    (0, -5 * MIB, 0),  # what was estimated well stays
+    (0, -5 * MIB, 0),  # the estimate was sufficient
     (60 * MIB, 20 * MIB, 80 * MIB + SPARE_BYTES),
-    # The kernels that the first model loaded still count for the second one.
+    # The kernels that the first model loaded also count for the second.
     (60 * MIB, -400 * MIB, -340 * MIB + SPARE_BYTES),
 )
-def test_what_is_taken_beyond_the_estimate_comes_off_the_slots(modules, beyond, more, monkeypatch):
+def test_memory_beyond_the_estimate_reduces_the_slots(modules, beyond, more, monkeypatch):
     gpu = Gpu(modules, beyond)
     assert load(gpu, monkeypatch).more == more
     assert gpu.taken <= CAP
     assert gpu.loads == ([0, more] if more else [0])
 
 
-def test_it_ends(monkeypatch):
-    """Somebody else takes more of the GPU at each look."""
+def test_loading_ends_after_a_few_attempts(monkeypatch):
+    """Loading ends after MOST_LOADS attempts, even if another program takes more GPU memory each
+    time."""
     gpu = Gpu(modules=0, beyond=0)
     others = iter(range(0, FREE, 300 * MIB))
     monkeypatch.setattr(Gpu, "others", property(lambda _: next(others)), raising=False)

@@ -1,4 +1,4 @@
-"""The policy `mixed`: its slots, what it starts with, and experts that exchange their tiers."""
+"""The policy `mixed`: its slots, the tiers at the start, and experts that exchange their tiers."""
 
 import numpy as np
 import pytest
@@ -20,21 +20,22 @@ def make(shape, budget=1 << 40, hotness=None, losses=None, **options):
     return policy_of(Mixed, shape, Mixed.Settings(**options), budget=budget, **known)
 
 
-def told(policy, counts, resident, target):
+def finish_step(policy, counts, resident, target):
     return policy.on_step(
         StepReport(Phase.DECODE, 1, 1.0, counts.astype(np.uint32), resident, target)
     )
 
 
 def middle(shape):
-    """Between all in the third and all in the second tier."""
+    """Budget halfway between all experts in the third tier and all in the second."""
     return (shape.all_slot_bytes(1) + shape.all_slot_bytes(2)) // 2
 
 
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("tenths", [0, 3, 9, 20, 40, 80])
 def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
-    """Its slots hold every expert where it starts; of two budgets the larger one loses less."""
+    """The unused rest of the budget is smaller than one expert. The slots hold all experts at the
+    start, and a larger budget does not increase the loss."""
     shape = five_tiers(odd)
     rng = np.random.default_rng(tenths)
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
@@ -57,8 +58,10 @@ def test_the_plan_keeps_the_budget_and_wastes_less_than_an_expert(odd, tenths):
     )
 
 
-def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
-    """A better one where the slot that the store wants of it takes next to nothing."""
+def test_the_best_tier_is_at_most_one_above_the_uniform_tier_that_fits():
+    """The best tier offered is one above the uniform tier that fits, because the store needs one
+    slot of each tier. With many experts that slot is cheap, and the best tier of the file is
+    offered."""
     shape = five_tiers()
 
     def offered(budget, n_expert):
@@ -74,8 +77,9 @@ def test_the_best_tier_is_one_above_what_fits_where_slots_are_dear():
     assert [offered(size, 1600) for size in sizes] == [0] * 5
 
 
-def test_it_is_the_hulls_allocation_of_use_times_loss():
-    """What nobody used is not worth nothing, and without a loss table losses are nominal."""
+def test_the_start_is_the_hulls_allocation_of_usage_times_loss():
+    """The tiers at the start minimise the sum of usage times loss. Unused experts keep a small
+    weight, and without a loss table losses are nominal."""
     shape = five_tiers()
     rng = np.random.default_rng(1)
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
@@ -94,8 +98,11 @@ def test_it_is_the_hulls_allocation_of_use_times_loss():
 
 
 def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
-    """After some intervals the allocation is as good as any with as many experts in each tier, but
-    for the hysteresis; nothing is asked for that has no slot, and everything comes to rest."""
+    """After a change of topic the tiers are exchanged within the same slots.
+
+    After 12 intervals the allocation equals the best one with the same number of experts in each
+    tier. Every transition has a slot, and in the end none is in progress.
+    """
     shape = five_tiers()
     rng = np.random.default_rng(5)
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 3
@@ -106,25 +113,26 @@ def test_a_change_of_topic_moves_the_tiers_in_the_same_slots():
     other = rng.integers(0, 100, (N_LAYERS, N_EXPERT)) ** 2
     first = policy.weighted
     for _ in range(12):
-        settle(plan, resident, rng, lambda target: told(policy, other, resident, target))
+        settle(plan, resident, rng, lambda target: finish_step(policy, other, resident, target))
     assert (np.bincount(resident.ravel(), minlength=5) == counts).all()
     now = policy.weighted
     assert not np.allclose(first, now)
-    # Losses are alike: the best has the most used ones in the best tiers.
+    # All losses are equal, so in the best allocation the most used experts have the best tiers.
     best = np.sort(resident.ravel())
     order = np.argsort(-now[..., -1].ravel(), kind="stable")
     ideal = np.empty_like(best)
     ideal[order] = best
     assert lost(now, resident) == pytest.approx(lost(now, ideal.reshape(resident.shape)))
-    told_of = policy.report()
-    assert told_of["exchanges"] > 0 and told_of["moves"] >= 2 * told_of["exchanges"]
-    assert told_of["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))
+    reported = policy.report()
+    assert reported["exchanges"] > 0 and reported["moves"] >= 2 * reported["exchanges"]
+    assert reported["experts"] == dict(zip(FIVE, counts.tolist(), strict=True))
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
-def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed):
-    """By whatever route, also where all that is wanted is blocked by full pools."""
+def test_every_assignment_is_reached_with_reserve_slots_in_the_lowest_tier(seed):
+    """Any permutation of tiers is reached, even if all direct transitions are blocked by full
+    pools."""
     rng = np.random.default_rng(seed)
     shape = five_tiers(odd=bool(seed % 2))
     hotness = rng.random((N_LAYERS, N_EXPERT)) ** 4
@@ -141,7 +149,8 @@ def test_every_assignment_is_reached_with_slots_in_the_lowest_tier_alone(seed):
 
 
 def test_exchanges_need_more_than_the_margin():
-    """With two tiers and losses alike: a difference in use of margin times the mean use."""
+    """Two tiers with equal losses: an exchange needs a difference in usage of more than margin
+    times the mean usage."""
     used = np.array([[1.0, 2.0, 2.4, 2.6]])
     losses = used[..., None] * np.array([0.0, 1.0])
     tiers = np.array([[1, 0, 1, 1]], np.uint8)

@@ -1,5 +1,5 @@
-"""What Python shares with C: the mirror of moe-edge.h as a C compiler reads it, a store that
-fails, and views of native memory."""
+"""The native interface: ctypes mirrors of moe-edge.h compared with a C compiler, errors of a store,
+and views of native memory."""
 
 import ctypes
 import dataclasses
@@ -90,10 +90,10 @@ def test_exception_in_progress_stops_the_warming(e):
 
     with pytest.raises(KeyboardInterrupt):
         e.inside.store.warm([(0, 0, 0), (0, 1, 0), (0, 2, 0)], progress)
-    assert e.inside.store.warm([(0, 3, 0)]) == 1  # nothing stays cancelled
+    assert e.inside.store.warm([(0, 3, 0)]) == 1  # the store is no longer cancelled
 
 
-def test_closed_store_says_so(runtime):
+def test_a_closed_store_raises_an_error(runtime):
     store = runtime.inside.store
     runtime.close()
     store.close()
@@ -130,7 +130,7 @@ CONSTANTS = {f"MOE_EDGE_{name}": value for name, value in CONSTANTS.items()}
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Sizes, offsets and constants by C expression."""
+    """Values of sizes, offsets and constants, by C expression."""
     wanted = [f"sizeof(struct {name})" for name in STRUCTS]
     for name, mirror in STRUCTS.items():
         wanted += [f"offsetof(struct {name}, {field[0]})" for field in mirror._fields_]
@@ -146,7 +146,7 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_struct(compiled, name):
+def test_structs_have_the_sizes_and_offsets_of_the_header(compiled, name):
     mirror = STRUCTS[name]
     assert ctypes.sizeof(mirror) == compiled[f"sizeof(struct {name})"] == abi.STRUCT_BYTES[mirror]
     for field, *_ in mirror._fields_:
@@ -164,7 +164,7 @@ def test_every_field_is_mirrored():
         assert fields == [field[0] for field in mirror._fields_], name
 
 
-def test_constants(compiled):
+def test_constants_equal_those_of_the_header(compiled):
     assert {name: compiled[name] for name in CONSTANTS} == CONSTANTS
 
 

@@ -1,4 +1,4 @@
-"""The memory plan: which path, which tiers, which slots, and what it refuses."""
+"""The memory plan: llama.cpp's own path or a store, tiers, slots, and refusals."""
 
 import re
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asking import request_of
 from gguf_split import split
 from tables import cases
 
@@ -16,11 +17,10 @@ from gguf_tools.units import format_least, format_size
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError, ConfigError, PolicyError
 from orchestrator.plan import planning as planning
-from orchestrator.plan.choice import check_unused, without_effect
 from orchestrator.plan.footprint import PROMPT_SHARE, part_bytes
-from orchestrator.plan.machine import Device, Machine
+from orchestrator.plan.options import check_unused, notes_of, without_effect
 from orchestrator.plan.planning import plan_memory, scratch_bytes
-from orchestrator.plan.shared import longest_context
+from orchestrator.plan.records import Device, Machine
 from orchestrator.policy import POLICIES
 from orchestrator.settings import parse_size
 
@@ -33,7 +33,7 @@ TIERS = ("q8_0", "q4_k", "q2_k")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny = synthetic.preset("tiny-qwen3moe")
-    # The context of a large model, and experts many times as large as its cache for 4096 tokens.
+    # The context of a large model, and experts much larger than the KV cache of 4,096 tokens.
     long = replace(tiny, context=65536, n_expert=128, n_head_kv=1, head_dim=32)
     files = {
         "one": (tiny, ("q4_k",)),
@@ -54,11 +54,11 @@ def models(tmp_path_factory):
 
 
 def plan_for(model, machine=ROOMY, **settings):
-    return plan_memory(Config.build(model=model.path, **settings), model, machine)
+    return plan_memory(request_of(model=model.path, **settings), model, machine)
 
 
 def tight(model, slots, **settings):
-    """A machine with room for this many bytes of expert slots."""
+    """A machine with this number of bytes for expert slots."""
     plan = plan_for(model, **settings)
     free = plan.dense_bytes + plan.kv_bytes + plan.scratch_bytes + slots
     headroom = 256 * 2**20
@@ -68,7 +68,7 @@ def tight(model, slots, **settings):
 
 @pytest.mark.parametrize(("name", "tier"), [("one", "q4_k"), ("three", "q8_0")])
 def test_everything_fits(models, name, tier):
-    """Of a packed file its best tier."""
+    """If all experts fit, no store is used. A packed file then runs in its best tier."""
     plan = plan_for(models[name])
     assert (plan.managed, plan.tier_names) == (False, (tier,))
     assert "everything fits" in plan.reason
@@ -97,7 +97,7 @@ def test_everything_fits(models, name, tier):
     ({"retention": 0.9}, "dymoe", ("q8_0", "q4_k")),
     ({"expert_ram": 2**21}, "dymoe", ("q8_0",)),
 )
-def test_choices(models, settings, policy, tiers):
+def test_settings_choose_the_policy_and_the_tiers(models, settings, policy, tiers):
     plan = plan_for(models["three"], **settings)
     assert plan.managed
     assert (plan.placement.name, plan.tier_names) == (policy, tiers)
@@ -111,7 +111,8 @@ def test_two_files_are_high_and_low(models):
 
 
 def test_too_little_memory_is_managed(models):
-    """One precision is lossless, and lower ones are not."""
+    """If the experts do not fit, dymoe streams them from a store: with one precision without loss,
+    with several precisions at a retention ratio."""
     model = models["one"]
     plan = plan_for(model, tight(model, model.tier_bytes[0] // 2))
     assert (plan.placement.name, plan.reason) == ("dymoe", "dymoe q4_k, one precision")
@@ -123,7 +124,7 @@ def test_too_little_memory_is_managed(models):
 
 
 def named(size_bytes):
-    """As a message names a budget that is enough."""
+    """The size as error messages write it, rounded up."""
     return format_least(size_bytes)
 
 
@@ -144,12 +145,13 @@ def test_the_smallest_budget_named_is_the_smallest(models, policy):
     assert plan_for(model, policy=policy, expert_ram=10**6, ram=2**34).budget_bytes == 10**6
 
 
-def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
-    """A context beyond its own, and a part of another quantization; two files may differ."""
+def test_notes_on_the_context_and_on_mixed_parts(models, tmp_path):
+    """Notes say that --ctx exceeds the training context, and that a part belongs to another
+    quantization. Two separate files may differ."""
 
     def notes(path, low=None, **settings):
         with ExpertModel.open(path, low) as model:
-            return planning.notes_of(Config.build(model=path, low=low, **settings), model)
+            return notes_of(Config.build(model=path, low=low, **settings), model)
 
     high, low = models["high"].path, models["low"].path
     assert notes(high, ctx=2048) == []
@@ -166,7 +168,7 @@ def test_what_is_said_of_a_model_before_it_runs(models, tmp_path):
 
 
 def test_a_cache_that_is_too_large_is_named(models):
-    """And not --ram, which was not given, or is enough without it."""
+    """The error names --cache-ram. It names --ram only if --ram was given."""
     for ram, remedy in ((None, "or free memory"), (2**30, r"or give --ram \d+ MiB")):
         with pytest.raises(
             BudgetError, match=rf"--cache-ram 99 GiB is too much.*{remedy}"
@@ -185,12 +187,12 @@ def test_a_cache_that_is_too_large_is_named(models):
     ("one", {"policy": "dymoe", "retention": 0.75}, PolicyError, "--low-tier skip"),
     ("three", {"policy": "plain", "expert_ram": MIB}, ConfigError, "best tier"),
 )
-def test_what_cannot_be_is_refused(models, name, settings, error, said):
+def test_impossible_settings_are_refused(models, name, settings, error, said):
     with pytest.raises(error, match=said):
         plan_for(models[name], **settings)
 
 
-def test_plain_can_be_asked_for(models):
+def test_policy_plain_uses_llama_cpps_own_path(models):
     plan = plan_for(models["three"], Machine(2**28), policy="plain")
     assert not plan.managed
     assert "asked for" in plan.reason
@@ -222,7 +224,7 @@ def test_a_smaller_minimum_of_lru_is_named(models):
 
 @pytest.mark.parametrize("policy", ["plain", "lru"])
 @cases("option", {"low": "b.gguf"}, {"low_tier": "skip"}, {"low_tier": "q2_k"}, {"retention": 1.0})
-def test_what_a_policy_does_not_use_is_refused(policy, option):
+def test_options_that_the_policy_does_not_use_are_refused(policy, option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{name} has no effect with --policy {policy}"):
         check_unused(Config.build(model="a.gguf", policy=policy, **option))
@@ -240,8 +242,8 @@ def test_what_a_policy_does_not_use_is_refused(policy, option):
     ({}, "is for --policy context or floor or mixed"),
     ({"max_loss": 0.01}, None),
 )
-def test_a_loss_table_is_for_what_reads_it(asked, refused):
-    """Slots that lower tiers share, or a loss that chooses the policy."""
+def test_a_loss_table_is_refused_if_nothing_reads_it(asked, refused):
+    """Only shared near slots, `mixed` and --max-loss read a loss table."""
     config = Config.build(model="a.gguf", losses=Path("t.json"), **asked)
     if refused:
         with pytest.raises(ConfigError, match=f"--losses {refused}"):
@@ -266,19 +268,19 @@ def test_a_loss_table_is_for_what_reads_it(asked, refused):
     ({"low_tier": "q2_k", "max_loss": 0.0}, None),
     ({"low": "b.gguf", "policy": "mixed"}, None),
 )
-def test_lower_precisions_that_nothing_will_ask_for_are_noted(asked, said):
+def test_lower_precisions_without_effect_are_noted(asked, said):
     found = without_effect(Config.build(model="a.gguf", **asked))
     assert found is None if said is None else str(found).startswith(said)
 
 
-def test_what_a_changed_policy_does_not_use_waits(models):
+def test_settings_that_the_new_policy_does_not_use_are_ignored(models):
     settings = {"low_tier": "q2_k", "retention": 0.5}
     assert plan_for(models["three"], policy="lru", **settings).managed
     assert not plan_for(models["three"], policy="plain", **settings).managed
 
 
 @pytest.mark.parametrize("name", ["one", "three"])
-def test_what_inspect_prints_works_as_ram(models, name):
+def test_the_sizes_that_inspect_prints_work_as_ram(models, name):
     model = models[name]
     fixed = scratch_bytes(model, Config.build(model=model.path))
     facts = inspect.describe(model, fixed)
@@ -291,12 +293,14 @@ def test_what_inspect_prints_works_as_ram(models, name):
             assert plan.total_bytes <= ram
             if plan.managed:
                 assert plan.budget_bytes >= budget["slot_bytes"]
-    whole = facts["budgets"][-1]["ram_bytes"] + model.lookup_bytes  # which only managed ones leave
+    # the lookup tables are left out only with a store
+    whole = facts["budgets"][-1]["ram_bytes"] + model.lookup_bytes
     assert not plan_for(model, ram=whole).managed
 
 
 def test_context_is_capped_by_the_model(models):
-    """Sequences share a larger one: each may be as long as the model was made for."""
+    """One sequence gets at most the model's training context. Several sequences share a larger
+    context."""
     model = models["one"]
     most = model.hparams.context_length
     for sequences, n_ctx in ((0, most), (1, 2 * most), (7, 4 * most)):
@@ -312,30 +316,18 @@ def test_logits_of_all_tokens_need_more_scratch(models):
     assert every.scratch_bytes - one.scratch_bytes >= 511 * n_vocab * 4
 
 
-def test_copies_of_routers_are_scratch_of_a_policy_that_is_asked(models):
+def test_look_ahead_needs_scratch_for_copies_of_routers(models):
     model = models["one"]
     asked, never = (plan_for(model, policy=name).scratch_bytes for name in ("firm", "lru"))
     routers = (model.n_layers - 1) * model.n_expert * model.hparams.embedding_length
     assert asked - never == 2 * routers > 0  # in half precision
 
 
-def test_a_vocabulary_that_is_no_list(models, tmp_path):
+def test_a_vocabulary_that_is_not_a_list_is_refused(models, tmp_path):
     with ExpertModel.open(models["one"].path) as model:
         model.metadata["tokenizer.ggml.tokens"] = 7
         with pytest.raises(GGUFError, match=r"one\.gguf: key tokenizer\.ggml\.tokens"):
             plan_for(model)
-
-
-@cases(
-    "allowed, most, tokens",
-    (10_000 * 1000, 131072, 9984),  # 10,000 tokens in steps of 256
-    (10**12, 131072, 131072),  # no longer than the model
-    (1000 * 1000, 1000, 1000),
-    (0, 131072, 0),
-)
-def test_the_longest_context_within_what_is_allowed(allowed, most, tokens):
-    """With a cache of 1000 bytes a token."""
-    assert longest_context(most, 256, lambda n: 1000 * n > allowed) == tokens
 
 
 def test_more_memory_gives_more_context_until_the_models_own(models):
@@ -349,7 +341,7 @@ def test_more_memory_gives_more_context_until_the_models_own(models):
         assert plan_for(models["long"], machine, ctx=ctx).n_ctx == ctx
 
 
-def test_what_fits_with_the_least_context_still_fits(models):
+def test_a_model_that_fits_with_the_minimum_context_stays_whole(models):
     least = plan_for(models["long"], ctx=4096, ubatch=16).total_bytes
     for spare in (0, MIB // 4, 40 * MIB):
         plan = plan_for(models["long"], ram=least + spare, ubatch=16)
@@ -357,7 +349,7 @@ def test_what_fits_with_the_least_context_still_fits(models):
         assert plan.total_bytes <= least + spare
 
 
-def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypatch):
+def test_a_policy_without_spare_memory_gets_the_minimum_context(models, monkeypatch):
     model, settings = models["long"], {"policy": "lru", "force_managed": True, "ubatch": 16}
     with pytest.raises(BudgetError) as too_little:
         plan_for(model, ctx=4096, ram=MIB, **settings)
@@ -367,8 +359,9 @@ def test_a_policy_without_room_beside_it_gets_the_least_context(models, monkeypa
     assert plan_for(model, ram=least + 60 * MIB, **settings).n_ctx == 65536
 
 
-def test_conversations_get_one_more_context(models):
-    """Where that costs experts, a small share; and what fits whole still does."""
+def test_conversations_get_memory_for_prompt_copies(models):
+    """Kept conversations get memory of up to one context: at most a small share of the slots, and
+    nothing if the model would no longer fit whole."""
     model = models["more"]
     whole = plan_for(model, ctx=512)
     assert whole.prompt_bytes == 0
@@ -383,11 +376,11 @@ def test_conversations_get_one_more_context(models):
     left = plan_for(model, ctx=512, policy="lru", ram=ram).budget_bytes
     plan = plan_for(model, ctx=512, policy="lru", ram=ram, conversations=True)
     assert 0 < plan.prompt_bytes <= PROMPT_SHARE * left
-    assert plan.budget_bytes == left  # slots have what no copy takes
+    assert plan.budget_bytes == left  # prompt copies take only memory that slots do not use
     assert plan.total_bytes <= ram
 
 
-def test_what_prompts_are_given_is_set_aside_or_refused(models):
+def test_memory_for_prompt_copies_is_reserved_or_refused(models):
     model = models["more"]
     assert plan_for(model, ctx=512, cache_ram=3 * MIB).prompt_bytes == 3 * MIB
     assert plan_for(model, ctx=512, cache_ram=0, conversations=True).prompt_bytes == 0
@@ -396,26 +389,26 @@ def test_what_prompts_are_given_is_set_aside_or_refused(models):
         plan_for(model, ram=MIB, **asked)
     enough = least.value.needed_bytes
     plan_for(model, ram=enough, **asked)
-    plan_for(model, ram=enough, conversations=True, **asked)  # goes without
+    plan_for(model, ram=enough, conversations=True, **asked)  # without prompt copies
     with pytest.raises(BudgetError) as more:
         plan_for(model, ram=enough, cache_ram=3 * MIB, **asked)
     assert more.value.needed_bytes == enough + 3 * MIB
     plan_for(model, ram=enough + 3 * MIB, cache_ram=3 * MIB, **asked)
 
 
-def test_a_memory_that_cannot_be_cut_gets_marks(models):
+def test_recurrent_layers_get_memory_for_checkpoints(models):
     with ExpertModel.open(models["more"].path) as model:
         config = Config.build(model=model.path)
         assert part_bytes(model, config) == 0
         recurrent = {"inner_size": 4096, "state_size": 128, "group_count": 16, "conv_kernel": 4}
         model.metadata.update({f"qwen3moe.ssm.{key}": n for key, n in recurrent.items()})
-        # of Qwen3-Next: 2 MiB of state a layer, and three columns of what is convolved
+        # as in Qwen3-Next: 2 MiB of state per layer, and three columns of convolution input
         assert part_bytes(model, config) == 3 * 4 * (128 * 4096 + 3 * 8192)
         plan = plan_for(model, ctx=512, conversations=True)
         assert plan.prompt_bytes == plan.kv_bytes + 6 * part_bytes(model, config)
 
 
-def test_8_bits_leave_more_for_experts(models):
+def test_an_8_bit_kv_cache_leaves_more_for_experts(models):
     asked: dict[str, Any] = {"ctx": 512, "policy": "lru"}
     ram = plan_for(models["more"], **asked).total_bytes - models["more"].tier_bytes[0] // 2
     usual = plan_for(models["more"], ram=ram, **asked)
@@ -426,7 +419,7 @@ def test_8_bits_leave_more_for_experts(models):
         plan_for(models["odd heads"], kv="q8_0", ctx=512)
 
 
-CTX, BATCH = 2048, 512  # all that the model was made for
+CTX, BATCH = 2048, 512  # the model's training context
 
 
 def on_gpu(model, flash, **settings):
@@ -434,15 +427,16 @@ def on_gpu(model, flash, **settings):
     return plan_for(model, machine, ctx=CTX, ubatch=BATCH, policy="lru", vram=4 << 30, **settings)
 
 
-def test_what_flash_attention_does_not_keep_is_free(models):
-    """Weights in single precision and in half, and a mask: 0.4 GB of Qwen3-30B at 4k tokens."""
+def test_flash_attention_needs_less_scratch(models):
+    """Without flash attention, scratch also has attention weights in single and half precision and
+    a mask. For Qwen3-30B at 4k tokens that is 0.4 GB."""
     model = models["one"]
     slow, fast = on_gpu(model, False), on_gpu(model, True)
     assert slow.n_ctx == CTX
     weights = max(model.hparams.n_head) * BATCH * CTX
     saved = slow.scratch_bytes - fast.scratch_bytes
     assert 6 * weights < saved < 7 * weights + 5 * BATCH * CTX
-    # exact importance wants the weights
+    # exact importance needs the attention weights, so flash attention saves nothing
     exact = [on_gpu(model, flash, importance="exact") for flash in (False, True)]
     assert exact[0].scratch_bytes == exact[1].scratch_bytes
 

@@ -1,4 +1,5 @@
-"""Which plans there are in one memory, which of them nobody beats, and which one a loss chooses."""
+"""The plans for one memory size, the Pareto frontier of time and loss, and the plan that --max-loss
+chooses."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -6,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from asking import request_of
 from tables import cases
 
 from gguf_tools import synthetic
@@ -14,7 +16,7 @@ from orchestrator.cli.pictures import draw_plans
 from orchestrator.cli.plan import render
 from orchestrator.config import Config
 from orchestrator.cost.losses import Foreseen, foreseen
-from orchestrator.cost.planner import Planner, Runs
+from orchestrator.cost.planner import Planner, ResolvedPlan
 from orchestrator.cost.plans import (
     AS_FAST,
     LENGTHS,
@@ -27,14 +29,13 @@ from orchestrator.cost.plans import (
 from orchestrator.cost.speeds import AGREE, DISTURBED
 from orchestrator.errors import ConfigError
 from orchestrator.events import SKIP
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Plan, plan, plan_memory
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan, plan_memory
+from orchestrator.plan.records import Machine, Needs, Plan, PlanRequest
 from orchestrator.policy import ALLOWED_LOSS
 
 TIERS = ("q8_0", "q4_k", "q2_k")
 
-# Nats of a use in each tier of the file, and skipped.
+# Nats per use in each tier of the file, and of a skipped expert.
 NATS = {0: 0.0, 1: 0.001, 2: 0.01, SKIP: 0.1}
 
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory):
 
 
 class Nats:
-    """Every use costs what its tier does."""
+    """An estimate by which each use costs the nats of its tier."""
 
     def of_uses(self, uses, tiers):
         return float((uses * np.vectorize(NATS.__getitem__)(tiers)).sum())
@@ -53,7 +54,7 @@ class Nats:
 
 @dataclass
 class Takes:
-    """Absent bytes take ten times as long as present ones."""
+    """Predicted times by which absent bytes take ten times as long as resident ones."""
 
     plan: Plan
     residency = SimpleNamespace(hit_rate=1.0)
@@ -72,10 +73,11 @@ class Takes:
 
 
 class Played(Planner):
-    """A machine of 64 GiB whose times are those of Takes, without the history of earlier runs."""
+    """A planner for a machine with 64 GiB, with the times of Takes and without the history of
+    earlier runs."""
 
-    def __init__(self, model, estimate):
-        self._config, self._model = Config.build(model=model.path), model
+    def __init__(self, model, estimate, needs=Needs()):  # noqa: B008
+        self.request, self._model = PlanRequest(Config.build(model=model.path), needs), model
         self.gpu, self.machine = None, Machine(1 << 36)
         self._probe = nullcontext()
         self._uses = np.full((model.n_layers, model.n_expert), model.n_expert_used / model.n_expert)
@@ -97,7 +99,7 @@ class Played(Planner):
             raise ConfigError(self.losses.of_file[1])
 
     def _try(self, config, more_scratch=0):
-        return plan(PlanRequest.of(config), self._model, self.machine)
+        return plan(self._asked(config), self._model, self.machine)
 
     def times(self, measures=True):
         return nullcontext(self._times)
@@ -108,11 +110,11 @@ def frontier(config, model, estimate=Nats()):  # noqa: B008
 
 
 def ask(model, share, **settings):
-    """Slots for so large a share of the best tier."""
+    """Settings with slots for this share of the best tier."""
     slots = int(
         share
         * plan_memory(
-            Config.build(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
+            request_of(model=model.path, policy="lru", high_tier="q8_0", expert_ram=1 << 40),
             model,
             Machine(1 << 36),
         ).slots.total_bytes
@@ -120,13 +122,13 @@ def ask(model, share, **settings):
     return Config.build(model=model.path, expert_ram=slots, **settings)
 
 
-def test_speeds_are_said_as_a_context_fills(model):
-    """At 8k, 32k and 128k as far as the context goes; none where it is shorter."""
+def test_speeds_are_shown_for_several_context_lengths(model):
+    """Speeds are shown after 8k, 32k and 128k tokens, up to the length of the context."""
     assert LENGTHS == (8192, 32768, 131072)
     config, played = ask(model, 0.6), Played(model, None)
     plan, loses = played.plan(config), Foreseen(0.0, False, "q8_0")
     for n_ctx, n in ((4096, 0), (8192, 1), (40960, 2), (131072, 3)):
-        runs = Runs(config, replace(plan, n_ctx=n_ctx), loses)
+        runs = ResolvedPlan(played.request, replace(plan, n_ctx=n_ctx), loses)
         shown = played.candidate(played.times().enter_result, runs)
         assert list(shown.token_ms_behind) == [str(each) for each in LENGTHS[:n]]
     said = behind_text(dict(zip(LENGTHS, (100, 200, 400), strict=True)))
@@ -143,9 +145,10 @@ def found(model):
     return frontier(ask(model, 0.6), model)
 
 
-def test_all_policies_and_uniform_types_are_on_it(model, found):
-    """Without a loss that is allowed the usual plan is taken, whatever is faster."""
-    usual = plan_memory(ask(model, 0.6), model, Machine(1 << 36))
+def test_all_policies_and_uniform_types_are_candidates(model, found):
+    """Without an allowed loss the default plan is used, even if others are faster. All policies and
+    uniform types are candidates."""
+    usual = plan_memory(PlanRequest(ask(model, 0.6)), model, Machine(1 << 36))
     assert usual.placement is not None and found.taken.policy == usual.placement.name
     assert found.taken.tiers == [*usual.tier_names, *(["skip"] if usual.skip else [])]
     assert found.taken.tiers == ["q8_0"] and found.taken.kl == 0.0
@@ -158,18 +161,18 @@ def test_all_policies_and_uniform_types_are_on_it(model, found):
         assert uniform.kl == pytest.approx(NATS[TIERS.index(tier)] * uses)
     lossless = labels["lru, high-tier q8_0"]
     assert not lossless.resident and lossless.kl == 0.0
-    # What everyone computes alike is there once.
+    # Plans that compute the same appear once.
     assert not any(
         each.resident and len(each.tiers) == 1 and each.policy != "lru" for each in found.candidates
     )
     mixed = labels["mixed"]
     assert labels["lru, high-tier q2_k"].kl > mixed.kl > 0 and not mixed.kl_at_most
     skips = labels["dymoe, high-tier q4_k, low-tier skip"]
-    # One of a token's six experts.
+    # One of the six experts per token is skipped.
     assert skips.kl_at_most and skips.kl == pytest.approx(NATS[SKIP] + 5 * NATS[1])
 
 
-def test_nobody_beats_the_best_ones(found):
+def test_plans_on_the_frontier_are_not_dominated(found):
     candidates = found.candidates
     assert [each.token_ms for each in candidates] == sorted(each.token_ms for each in candidates)
     for each in candidates:
@@ -198,11 +201,11 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
     assert f"within {allowed:g} nats of q8_0" in found.why
     runs = config.compared(**{ALLOWED_LOSS: None, **found.taken.settings})
     assert runs.policy == found.taken.policy and runs.given(ALLOWED_LOSS) != allowed
-    plan = plan_memory(runs, model, Machine(1 << 36))
+    plan = plan_memory(PlanRequest(runs), model, Machine(1 << 36))
     name = plan.placement.name if plan.placement else "plain"
     assert name == found.taken.policy
     assert [*plan.tier_names] == found.taken.tiers[: len(plan.tier_names)]
-    # A policy that spends a loss gets what its best tier leaves of it.
+    # A policy with a loss budget gets what its best tier leaves of the allowed loss.
     spent = {
         each.tiers[0]: each.settings[ALLOWED_LOSS]
         for each in found.candidates
@@ -215,11 +218,12 @@ def test_a_loss_chooses_the_fastest_within_it(model, allowed):
 
 
 def test_a_loss_without_a_table_is_refused(model):
-    """A loss of 0 is not: every plan that keeps to it is lossless by construction."""
+    """--max-loss above 0 needs a loss table. 0 does not, because lossless plans are known without
+    it."""
     config = ask(model, 0.4, max_loss=0.1)
     with pytest.raises(ConfigError, match="calibrate first"):
         frontier(config, model, None)
-    assert TakenPlans(config, model).recall() is None
+    assert TakenPlans(PlanRequest(config), model).recall() is None
     found = frontier(ask(model, 0.4, max_loss=0.0), model, None)
     lossless = [each for each in found.candidates if each.kl == 0.0]
     assert found.taken in lossless and found.why_not == "calibrate first"
@@ -231,7 +235,7 @@ def made(name, token_ms, kl):
     return Candidate(name, {"policy": name}, ["q4_k"], 1, True, token_ms, 1.0, 1.0, 1.0, 0.0, kl)
 
 
-def test_as_fast_is_decided_by_the_loss():
+def test_equally_fast_plans_are_ordered_by_loss():
     fast, near, far = made("a", 1.0, 0.01), made("b", 1.015, 0.002), made("c", 1.03, 0.0)
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
@@ -240,14 +244,15 @@ def test_as_fast_is_decided_by_the_loss():
         choose([unknown, fast], 0.001)
 
 
-def test_the_plan_of_before_stays_until_another_is_clearly_faster():
-    """What spends a loss is asked for with what is left of it, which changes with the routing."""
+def test_the_previous_plan_stays_until_another_is_clearly_faster():
+    """The previous plan is kept unless another is more than AGREE times as fast. Its remaining loss
+    budget may differ, because that depends on the routing."""
     fast = made("a", 1.0, 0.01)
     for name, token_ms, kl, stays in (
         ("b", 1.0 * AGREE, 0.02, True),
         ("b", 1.01 * AGREE, 0.02, False),
-        ("b", 1.1, 0.2, False),  # it loses more than is allowed by now
-        ("c", 1.1, 0.02, False),  # it was another one
+        ("b", 1.1, 0.2, False),  # its loss is now above the allowed one
+        ("c", 1.1, 0.02, False),  # not the previous plan
     ):
         other = made(name, token_ms, kl)
         other = replace(other, settings={"policy": name, "high_tier": "q4_k", ALLOWED_LOSS: 0.05})
@@ -266,8 +271,9 @@ def test_the_plan_of_before_stays_until_another_is_clearly_faster():
     ({"low_tier": "q2_k", "retention": 1.0}, ("q8_0",), 0.0),
     ({"high_tier": "q4_k"}, ("q4_k",), None),
 )
-def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
-    """A file with several tiers asks for nothing; what is lossless is so without a table."""
+def test_lossy_plans_are_used_only_if_an_option_asks_for_them(model, asked, taken, kl):
+    """A lossy plan is used only if an option asks for less precision. Lossless plans have a loss of
+    0 without a loss table."""
     config = ask(model, 0.6, **asked)
     found = frontier(config, model, None)
     assert ((*found.taken.tiers,), found.taken.kl) == (taken, kl)
@@ -280,11 +286,15 @@ def test_only_what_asks_for_less_gets_less(model, asked, taken, kl):
 
 
 class Skipping(Takes):
-    """What may be skipped takes half of the time."""
+    """Times by which a policy with a loss budget takes half as long."""
 
     def token_s(self, cells=0):
         spends = self.plan.placement.spends is not None if self.plan.placement else False
         return super().token_s(cells) * (0.5 if spends else 1.0)
+
+
+# No option of a command that holds no conversation.
+COMMAND = dict[str, object]()
 
 
 @cases(
@@ -295,12 +305,13 @@ class Skipping(Takes):
     ({"policy": "lru"}, True, True, None),
     ({"policy": "floor", "max_loss": 0.01}, True, True, None),
     ({"low_tier": "q2_k"}, True, True, None),
-    ({"conversations": False}, True, True, None),
+    (COMMAND, True, True, None),
 )
-def test_a_lossless_conversation_hears_what_a_loss_would_bring(
+def test_a_lossless_chat_notes_the_gain_of_max_loss(
     settings, fitted, measured, says, model, monkeypatch
 ):
-    """The note needs the loss table and the speeds to be known without measuring."""
+    """The note appears only for a lossless chat without further options, if the loss table and the
+    measured speeds are known."""
 
     times = SimpleNamespace(of_plan=lambda plan, *_: Skipping(plan), profiled=True)
 
@@ -310,14 +321,14 @@ def test_a_lossless_conversation_hears_what_a_loss_would_bring(
             raise OSError
         return nullcontext(times)
 
-    played = Played(model, Nats())
+    played = Played(model, Nats(), Needs(conversations=settings is not COMMAND))
     played.times = taken
     played.losses.estimate = lambda _: Nats() if fitted else None
-    played.compared(ask(model, 0.5, **{"conversations": True, **settings}))
+    played.compared(ask(model, 0.5, **settings))
     assert played.brings is None if says is None else says in str(played.brings)
 
 
-def test_text_and_picture(found, tmp_path):
+def test_plans_as_text_and_as_a_picture(found, tmp_path):
     text = render(found, TIERS[0])
     rows = text.splitlines()
     assert sum(row.startswith("*") for row in rows) == 1
@@ -333,8 +344,8 @@ def test_text_and_picture(found, tmp_path):
     assert drawn == (tmp_path / "b.svg").read_bytes() and b"mixed" in drawn
 
 
-def config_of(model, **settings):
-    return Config.build(model=model.path, **settings)
+def taken_plans(model, **asked):
+    return TakenPlans(request_of(model=model.path, **asked), model)
 
 
 @cases(
@@ -353,16 +364,16 @@ def config_of(model, **settings):
     ({"max_loss": 0.01, "ram": 1 << 30}, False),
     ({"max_loss": 0.01, "threads": 1}, False),
 )
-def test_a_command_is_known_by_what_it_asks_of_the_model(model, asked, same):
+def test_a_stored_plan_belongs_to_the_settings_that_affect_it(model, asked, same):
     settings = {"policy": "floor", "high_tier": "q4_k", "max_loss": 0.008, "low_tier": None}
-    TakenPlans(config_of(model, max_loss=0.01), model).keep(settings)
-    found = TakenPlans(config_of(model, **asked), model).recall()
+    taken_plans(model, max_loss=0.01).keep(settings)
+    found = taken_plans(model, **asked).recall()
     kept = {"policy": "floor", "high_tier": "q4_k", "low_tier": None}
     assert found == (kept if same else None)
 
 
-def test_what_is_damaged_counts_as_nothing(model, user_folder):
-    taken = TakenPlans(config_of(model), model)
+def test_a_damaged_stored_plan_is_ignored(model, user_folder):
+    taken = taken_plans(model)
     taken.keep({"policy": "lru"})
     (path,) = (user_folder / "cache" / "moe-edge" / "plans").iterdir()
     for text in ("", "[]", '{"format": "moe-edge plans 1", "taken": 3}', "{"):
@@ -382,8 +393,9 @@ AS_ASKED = "lossless, because no option allows a loss"
     (165.0, 156.2, True, "lru", "lossless, and 5.6% faster than dymoe."),
     (165.0, 156.2, False, "dymoe", f"{AS_ASKED}."),
 )
-def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
-    """The default, unless another lossless plan is more than 5 % faster."""
+def test_the_marked_plan_is_the_one_that_runs(dymoe_ms, lru_ms, may_switch, taken, why):
+    """The default plan runs, unless another lossless plan is more than 5 % faster and a switch is
+    allowed."""
     usual, other = made("dymoe", dymoe_ms, 0.0), made("lru", lru_ms, 0.0)
     lossy = made("mixed", 1.0, 0.1)
     shown = Frontier.of([lossy, other, usual], usual, "q4_k", may_switch=may_switch)
@@ -394,20 +406,20 @@ def test_the_mark_is_at_what_runs(dymoe_ms, lru_ms, may_switch, taken, why):
     "dymoe_takes, asked, policy",
     (1.04, {}, "dymoe"),
     (1.06, {}, "lru"),
-    (1.06, {"conversations": False}, "dymoe"),
+    (1.06, COMMAND, "dymoe"),
     (1.06, {"seed": 7}, "dymoe"),
     (1.06, {"policy": "dymoe"}, "dymoe"),
     (1.06, {"n_ahead": 2}, "dymoe"),
 )
-def test_a_chat_runs_what_plan_marks(model, dymoe_takes, asked, policy):
+def test_a_chat_runs_the_plan_that_plan_marks(model, dymoe_takes, asked, policy):
     class TakesLonger(Takes):
         def token_s(self, cells=0):
             name = self.plan.placement.name if self.plan.placement else "plain"
             return super().token_s() * (dymoe_takes if name != "lru" else 1.0)
 
-    played = Played(model, Nats())
+    played = Played(model, Nats(), Needs(conversations=asked is not COMMAND))
     played._times.of_plan = lambda plan, *_: TakesLonger(plan)
     played.losses.spent = lambda names: None
-    config = ask(model, 0.5, **{"conversations": True, **asked})
+    config = ask(model, 0.5, **asked)
     assert played.compared(config).plan.placement.name == policy
     assert played.frontier(config).taken.policy == policy

@@ -1,4 +1,4 @@
-"""The contract of policies, and that planning makes none of them."""
+"""The contract of policies, and that planning creates no policy object."""
 
 import ast
 import copy
@@ -15,15 +15,14 @@ import orchestrator
 from gguf_tools.experts import ExpertModel
 from orchestrator.config import Config
 from orchestrator.errors import BudgetError
-from orchestrator.plan.machine import Machine
-from orchestrator.plan.planning import Refusal, plan, planned
-from orchestrator.plan.request import PlanRequest
+from orchestrator.plan.planning import plan, planned
+from orchestrator.plan.records import Machine, PlanRequest, Refusal
 from orchestrator.policy import POLICIES
 from orchestrator.policy.base import About, Placement, Policy
 from orchestrator.runtime.load import Loader
 
 ROOT = Path(orchestrator.__file__).parent
-# What a policy has of its placement and its declaration, beside the members that it may write.
+# Attributes that a policy inherits from its placement and its declaration.
 GIVEN = {*(About.__dataclass_fields__), "placement", "shape", "settings", "rules"}
 OPTIONAL = {"recall", "learned", "save_sequence", "restore_sequence"}
 
@@ -33,7 +32,8 @@ def members(kind):
 
 
 def test_the_contract_has_eight_members_and_four_optional_ones():
-    """And the docstring has all of them in one table."""
+    """`Policy` has at most eight required members and four optional ones, and its docstring lists
+    all of them in one table."""
     every = members(Policy) - GIVEN | {"about"}
     assert every >= OPTIONAL and len(every - OPTIONAL) <= 8, every
     listed = re.findall(r"^\s*\| (\w[\w, ]*) \|", inspect.getdoc(Policy), re.M)[1:]
@@ -42,7 +42,7 @@ def test_the_contract_has_eight_members_and_four_optional_ones():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
-    """What it overrides has the parameters of the contract."""
+    """Overridden methods have the parameter names of the contract."""
     for each in members(POLICIES[name]) & (members(Policy) - GIVEN):
         own, base = (getattr(kind, each, None) for kind in (POLICIES[name], Policy))
         if callable(base):
@@ -55,15 +55,15 @@ def test_a_policy_has_the_members_of_the_contract_under_their_names(name):
     r"\bdeepcopy\b",
     r"is(instance|subclass)\((\w+\.)*policy,",
 )
-def test_policies_are_not_copied_and_not_asked_for_their_class(forbidden):
-    """But for studies of one policy."""
+def test_policies_are_not_copied_and_no_code_checks_their_class(forbidden):
+    """No code outside of studies of one policy copies policies or checks their class."""
     paths = [path for path in ROOT.rglob("*.py") if path.parent.name != "study"]
     assert [str(path) for path in paths if re.search(forbidden, path.read_text())] == []
 
 
-def test_no_exception_steers_the_planning():
-    """A refusal is a value, which front ends turn into their error. `pack --for-ram` does so
-    itself."""
+def test_planning_does_not_use_exceptions_as_control_flow():
+    """Planning returns refusals as values and raises or catches no BudgetError. Only `pack
+    --for-ram` raises it."""
     places = []
     for room in ("plan", "allocation", "policy", "cost"):
         for path in sorted((ROOT / room).rglob("*.py")):
@@ -82,7 +82,7 @@ def test_no_exception_steers_the_planning():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_placement_is_pure(name):
-    """The same arguments give the same placement, and nothing that they share changes."""
+    """Equal arguments give equal placements, and the arguments do not change."""
     several = POLICIES[name].precisions.least > 1
     shape = five_tiers() if name in ("mixed", "context") else make_shape()
     if not several:
@@ -93,21 +93,21 @@ def test_a_placement_is_pure(name):
     assert one.text == other.text and shape == before
 
 
-def test_a_plan_makes_no_policy(monkeypatch):
+def test_planning_creates_no_policy(monkeypatch):
     def refuse(self, placement):
-        raise AssertionError("a policy was made")
+        raise AssertionError("a policy was created")
 
     monkeypatch.setattr(Policy, "__init__", refuse)
     of = model("three")
     for row in rows(60):
         for name in POLICIES:
             config = Config.build(model=of.path, policy=name, ram=(60 + row["row"]) << 20)
-            plan(PlanRequest.of(config), of, Machine(1 << 40))
+            plan(PlanRequest(config), of, Machine(1 << 40))
 
 
 @pytest.mark.parametrize("name", [None, "dymoe", "mixed"])
-def test_one_start_makes_one_policy(bindings, tiny_model, monkeypatch, name):
-    """With the plans that are compared before it."""
+def test_loading_a_model_creates_one_policy(bindings, tiny_model, monkeypatch, name):
+    """Comparing plans creates no policy."""
     path, made = tiny_model("qwen3moe", "q4_k", "q2_k"), []
     begin = Policy.__init__
     monkeypatch.setattr(
@@ -115,7 +115,7 @@ def test_one_start_makes_one_policy(bindings, tiny_model, monkeypatch, name):
     )
     config = Config.build(model=path, policy=name, ctx=256, threads=1, force_managed=True)
     with ExpertModel.open(path) as opened:
-        loader = Loader(config, opened)
+        loader = Loader(PlanRequest(config), opened)
         runs = loader.planner.runs(config)
         loader.planner.least(config)
         assert made == []
@@ -131,7 +131,7 @@ def test_a_refusal_names_the_limit_that_works_and_the_option():
 
     def asked(**settings):
         config = Config.build(model=of.path, policy="dymoe", ctx=512, **settings)
-        return plan(PlanRequest.of(config), of, Machine(1 << 40))
+        return plan(PlanRequest(config), of, Machine(1 << 40))
 
     for option, settings in (("--ram", {"ram": 1 << 20}), ("--expert-ram", {"expert_ram": 1000})):
         refused = asked(**settings)

@@ -1,5 +1,5 @@
-"""A user's own files: what an error of writing one names, and profiles of expert use, with every
-file that is refused."""
+"""Files of the user: errors of writing name the file, and profiles of expert usage are checked when
+read."""
 
 import contextlib
 import errno
@@ -24,8 +24,8 @@ from patches.upstream import cache_dir
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """Two models that differ in their weights and in nothing else that is in the header but a
-    name; a third one of another size."""
+    """Three models. The first two differ only in their weights and in the name in the header; the
+    third has another size."""
     folder = tmp_path_factory.mktemp("profile")
     tiers = ("q4_k", "q2_k")
     return [
@@ -45,7 +45,7 @@ def scores(model):
 
 
 def remember(model, **options):
-    """An engine's memory, after it looked for what earlier runs learned."""
+    """A keeper of hotness that has read the results of earlier runs."""
     memory = HotnessKeeper(Config.build(model=model.path, policy="dynaexq", **options), model)
     memory.recall()
     return memory
@@ -63,8 +63,9 @@ def test_identity_is_the_file_and_not_its_name(paths, tmp_path):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_was_learned_belongs_to_the_file_that_was_opened(paths, tmp_path, user_folder, named):
-    """Another file that gets its name during the run gets none of it."""
+def test_results_are_saved_for_the_file_that_was_opened(paths, tmp_path, user_folder, named):
+    """If another file takes the model's path during the run, results are saved for the file that
+    was opened."""
     path, profiles = tmp_path / "model.gguf", tmp_path / "hot.json"
     path.write_bytes(paths[0].read_bytes())
     model = ExpertModel.open(path)
@@ -106,7 +107,7 @@ def test_a_profile_of_another_model_is_refused(paths, tmp_path):
 
 
 def broken(text):
-    """The same profile, damaged in one way each."""
+    """Copies of the profile, each damaged in one way."""
     data = json.loads(text)
     first, *rest = data["hotness"]
     rows = [first[1:], *([value, *first[1:]] for value in (-1.0, "x", None, np.nan, 1e999))]
@@ -142,7 +143,7 @@ def test_reading_takes_no_more_memory_than_the_file(model, tmp_path):
         tracemalloc.stop()
 
 
-def test_a_damaged_cache_is_left_aside(model):
+def test_a_damaged_cache_is_ignored_with_a_note(model):
     path = profile.cached_path(model)
     profile.save(path, model, scores(model))
     kept = remember(model, remember=True)
@@ -157,7 +158,7 @@ def test_a_damaged_cache_is_left_aside(model):
     assert remember(model, remember=True).note is None
 
 
-def test_nothing_is_kept_unasked(model, user_folder):
+def test_nothing_is_saved_without_remember(model, user_folder):
     quiet = remember(model)
     quiet.learn(scores(model))
     quiet.save()
@@ -199,12 +200,12 @@ def test_a_failed_write_leaves_the_old_profile(model, tmp_path, monkeypatch):
             with pytest.raises(OSError, match="No space"):
                 memory.save()
         else:
-            memory.save()  # the cache is a convenience
+            memory.save()  # errors of writing the cache are ignored
 
 
-def test_what_a_policy_tuned_is_kept_for_the_next_start(paths):
-    """By policy and model, in the user cache, where that is asked for; what is damaged there
-    counts as nothing."""
+def test_tuned_values_are_kept_for_the_next_start(paths):
+    """Tuned values are kept by policy and model in the user cache, if `remember` is set. Damaged
+    files are ignored."""
     model, other = ExpertModel.open(paths[0]), ExpertModel.open(paths[2])
     config = Config.build(model=model.path, remember=True)
     keeper = TunedKeeper(config, model)
@@ -225,7 +226,7 @@ def test_what_a_policy_tuned_is_kept_for_the_next_start(paths):
 @pytest.mark.parametrize(("kind", "usual"), [("cache", ".cache"), ("state", ".local/state")])
 @pytest.mark.parametrize("given", ["HOME/elsewhere", "", "relative", "~/x", None])
 def test_the_user_folders(monkeypatch, tmp_path, kind, usual, given):
-    """A relative path in the environment counts as none; the build agrees on the cache."""
+    """Relative paths in XDG variables are ignored. The build tool uses the same cache folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     name = f"XDG_{kind.upper()}_HOME"
     if given is None:
@@ -251,7 +252,7 @@ def test_modes_follow_the_umask_unless_a_file_is_private(tmp_path, umask, shared
 
 
 def test_an_error_of_writing_names_the_file(tmp_path):
-    """And neither the temporary one nor, where the disk is full, none."""
+    """The error names the target and not the temporary file, also if the disk is full."""
     (tmp_path / "folder").mkdir()
     for target in (tmp_path / "folder", tmp_path / "none" / "x"):
         with pytest.raises(OSError) as caught, whole_file(target):
@@ -272,8 +273,7 @@ def test_an_error_of_writing_names_the_file(tmp_path):
 
 
 def test_files_get_their_names_together(tmp_path):
-    """And none of them where one cannot be written or the block
-    does not end well."""
+    """If one file cannot be written or the block fails, no file appears."""
     out = tmp_path / "out"
     out.mkdir()
     with whole_files(out, "b") as made:
@@ -295,14 +295,15 @@ def test_files_get_their_names_together(tmp_path):
 
 
 def test_an_interrupt_leaves_all_of_the_files_or_none(tmp_path, monkeypatch):
-    """One that comes with the first name is none; one before it leaves nothing."""
+    """An interrupt during the first rename completes all renames. An earlier interrupt leaves no
+    file."""
     rename = os.replace
 
-    def pressed_behind(part, path):
+    def press_after(part, path):
         rename(part, path)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(os, "replace", pressed_behind)
+    monkeypatch.setattr(os, "replace", press_after)
     for pressed_before, left in ((False, {"a", "z"}), (True, set())):
         out = tmp_path / str(pressed_before)
         out.mkdir()

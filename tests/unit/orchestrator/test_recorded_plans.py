@@ -1,4 +1,4 @@
-"""Plans are those that were recorded."""
+"""Plans equal the recorded ones."""
 
 from itertools import islice
 
@@ -6,8 +6,8 @@ from recorded_plans import SAMPLE, differences, outcome, read, sample
 
 
 def test_plans_are_as_recorded():
-    """A sample of the grid of `tests/helpers/recorded_plans.py`, which says how to record it again
-    where plans change on purpose."""
+    """Plans equal the recorded ones for a sample of the grid in `tests/helpers/recorded_plans.py`.
+    If plans change on purpose, that file says how to record them again."""
     stored, inputs = read(SAMPLE), sample()
     assert [{k: v for k, v in row.items() if k != "is"} for row in stored] == inputs
     found = {row["row"]: differences(row["is"], outcome(row)) for row in stored}

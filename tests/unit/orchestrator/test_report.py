@@ -1,4 +1,4 @@
-"""What an answer cost: what the store's counters moved by, and not what they are."""
+"""Costs of an answer are differences of the store's counters."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from orchestrator.runtime.report import StoreCosts
 
 
 def counted(times):
-    """Counters of a store, each of them so many times as large."""
+    """Counters of a store, multiplied by `times`."""
     stats = CStats()
     for phase, scale in ((Phase.PREFILL, 3), (Phase.DECODE, 1)):
         stats.requests[phase], stats.hits[phase] = 40 * times * scale, 30 * times
@@ -26,7 +26,7 @@ def counted(times):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_costs_are_what_counters_moved_by(skip):
+def test_costs_are_differences_of_counters(skip):
     found = [counted(2), counted(5)]
     store = SimpleNamespace(
         stats=lambda: found.pop(0), calls=7, callback_us=lambda since: float(since)
@@ -40,7 +40,7 @@ def test_costs_are_what_counters_moved_by(skip):
     assert costs["kl_estimate"] is None and not costs["limit_halved"]
 
 
-def test_a_loss_is_said_with_the_spread_between_texts():
+def test_the_estimated_loss_has_the_spread_between_texts():
     meter = LossMeter(KlEstimate("q8_0", np.zeros((1, 2, 2)), np.ones((1, 2)), 0.25), True)
     meter.halved = True
     meter.step_done(Phase.DECODE, 5)

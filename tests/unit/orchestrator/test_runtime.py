@@ -1,4 +1,4 @@
-"""A runtime over a tiny model: answers and their endings, evaluations, settings, failures."""
+"""A runtime with a tiny model: answers and how they end, evaluations, settings, failures."""
 
 from contextlib import closing
 
@@ -12,7 +12,7 @@ from orchestrator.runtime.answering import Answering
 from orchestrator.runtime.load import Loader
 from orchestrator.runtime.runtime import Runtime
 
-N_CTX = 256  # the least that llama.cpp has
+N_CTX = 256  # llama.cpp's minimum
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def e(config):
 
 
 def tokens(runtime, data):
-    """A token for each byte."""
+    """One token for each byte."""
     vocabulary = runtime.vocabulary
     of = {vocabulary.piece(token): token for token in range(vocabulary.n_vocab)}
     return [of[bytes([each])] for each in data]
 
 
 def only(text):
-    """A request's fields that make the model say this and end."""
+    """Fields of a request with which the model answers this text and ends."""
     return {"grammar": f'root ::= "{text}"'}
 
 
@@ -58,7 +58,8 @@ def test_streams_whole_characters(runtime):
 
 
 def test_only_new_tokens_are_evaluated(runtime):
-    """The last token of a prompt is one of them, for its logits, and so is an answer's last."""
+    """A prompt that continues the sequence evaluates its new tokens, and again its last token and
+    the last token of the answer."""
     hello = tokens(runtime, b"hello")
     first = answered(runtime, hello, 3, ignore_eos=True)
     assert first["timings"]["prompt_n"] == 5
@@ -81,13 +82,13 @@ def test_long_prompts_go_in_batches(runtime):
     (1, 3, 3, False),
     (N_CTX - 4, 100, 4, True),
 )
-def test_an_answer_that_is_cut(runtime, n_prompt, max_tokens, n_said, is_full):
+def test_an_answer_ends_at_its_limit_or_the_context(runtime, n_prompt, max_tokens, n_said, is_full):
     found = answered(runtime, [9] * n_prompt, max_tokens, ignore_eos=True)
     assert (found["stop_type"], found["truncated"]) == ("limit", is_full)
     assert abs(found["tokens_predicted"] - n_said) <= is_full
 
 
-def test_impossible_prompts(runtime):
+def test_prompts_that_cannot_be_answered_are_refused(runtime):
     with pytest.raises(ConfigError, match=r"256: shorten it, or raise --ctx$"):
         answered(runtime, [9] * N_CTX)
     with pytest.raises(ConfigError):
@@ -136,19 +137,19 @@ def test_cancel_inside_a_step_leaves_the_sequence_whole(e, monkeypatch):
     assert after == pytest.approx(e.eval([3, 4, 5, 6], 0), abs=1e-3)
 
 
-def test_eval(e):
+def test_eval_returns_logits_at_a_position(e):
     assert e.eval(list(range(3, 13)), 0).shape == (1, e.inside.llama.n_vocab)
     after_four = e.eval([9], 4)
     assert after_four == pytest.approx(e.eval([3, 4, 5, 6, 9], 0), abs=1e-3)
     for more, pos in (([4], 7), ([4], -1), ([], 0)):
         with pytest.raises(ConfigError):
             e.eval(more, pos)
-    with pytest.raises(ConfigError, match="without room for every token's logits"):
+    with pytest.raises(ConfigError, match="without memory for every token's logits"):
         next(e.eval_each([4], 0))
 
 
-def test_begin_token_stands_once(config):
-    """Whether the template writes it or not; the tokenizer adds it."""
+def test_the_begin_token_appears_once(config):
+    """The tokenizer adds the begin token, whether or not the template has it."""
     for template in ("<s>hi", "hi"):
         answering = Answering(chat_template=template)
         with Runtime.open(config, answering=answering) as runtime:
@@ -162,7 +163,7 @@ def test_begin_token_stands_once(config):
 def test_retention_is_checked(runtime):
     with pytest.raises(ConfigError):
         runtime.set(retention=1.5)
-    assert runtime.set(retention=0.5) is False  # llama.cpp's own path retains nothing
+    assert runtime.set(retention=0.5) is False  # llama.cpp's own path has no retention
     assert runtime.config.given("retention") == 0.5
 
 

@@ -1,4 +1,4 @@
-"""How settings of sampling are written."""
+"""Notation of the sampling settings."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_config_has_the_settings_of_sampling():
     assert set(Sampling.declared()) <= set(Config.declared())
 
 
-def test_texts_are_read_as_a_shell_reads_them():
+def test_stop_texts_are_quoted_as_in_a_shell():
     stop = Sampling.declared()["stop"]
     assert stop.parse("'the end' User:") == ("the end", "User:")
     assert stop.parse("-") == ()

@@ -1,4 +1,5 @@
-"""How fast this machine computes: how it is timed, which timing stands, and what is kept."""
+"""Measured compute speeds of this machine: how they are timed, which timing is used, and which one
+is stored."""
 
 import itertools
 import json
@@ -29,6 +30,7 @@ from orchestrator.cost.speeds import (
     Timings,
 )
 from orchestrator.cost.time import spare_bytes
+from orchestrator.plan.records import PlanRequest
 
 DAY = 86400.0
 
@@ -37,36 +39,36 @@ def kept(*of, now=10 * DAY):
     return Timings(now, {"x": [Timing(*each) for each in of]})
 
 
-def test_the_least_stands_and_two_quiet_ones_that_agree_end_it():
+def test_the_shortest_time_is_used_and_two_equal_undisturbed_ones_end_measuring():
     assert kept().least("x") is None and kept().is_due("x")
     early = 9 * DAY
     one = kept((3.0, early, True))
     assert one.least("x") == 3.0 and one.is_due("x")
     slow = kept((3.0, early, True), (9.0, early + APART_S, True))
-    assert slow.least("x") == 3.0 and slow.is_due("x")  # either may have been disturbed
+    assert slow.least("x") == 3.0 and slow.is_due("x")  # either one may have been disturbed
     assert not kept((3.0, early, True), (3.3, early + APART_S, True)).is_due("x")
     assert kept((3.0, early, True), (3.3, early + APART_S, False)).is_due("x")
 
 
-def test_a_machine_that_got_slower_is_believed_in_time():
+def test_old_times_are_dropped_if_the_machine_became_slower():
     fast = (1.0, 0.0, True), (1.0, APART_S, True)
     slow = (3.0, OLD_S, True)
     assert kept(*fast, slow, now=OLD_S).least("x") == 1.0
     later = kept(*fast, slow, now=OLD_S + APART_S)
     assert later.least("x") == 3.0 and later.is_due("x")
     ahead = kept((1.0, 11 * DAY, True))
-    assert ahead.least("x") is None  # the clock was wrong then, or is now
+    assert ahead.least("x") is None  # a time in the future: the clock was or is wrong
 
 
 @cases("damage", None, [], {"x": 3}, {"x": [[1.0, 2.0]]}, {"x": [[-1.0, 2.0, True]]})
-def test_what_is_damaged_counts_as_nothing(damage, tmp_path):
+def test_damaged_timings_are_ignored(damage, tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": "a form", "timings": damage}))
     assert Timings.load(path, "a form", DAY).of == {}
 
 
 class Played:
-    """Stands for products.Timer, the clock, and other programs."""
+    """Simulated products.Timer, clock, and load by other programs."""
 
     def __init__(self, monkeypatch, bindings):
         self.bindings = bindings
@@ -96,15 +98,15 @@ WHAT = Product(GGMLType.Q4_K, 256, 64, 1)
 
 
 def session(machine, seconds, after_s, others=0.0, **settings):
-    """(what stands, whether it was disturbed) of a use of this machine."""
+    """Measure in a new process. Returns (time that is used, whether it was disturbed)."""
     machine.seconds_of_all, machine.others = seconds, others
     machine.now += after_s
     with Speeds(machine.bindings, **{"threads": 1} | settings) as speeds:
         return speeds.seconds(WHAT), speeds.disturbed
 
 
-def test_a_disturbed_moment_does_not_stay(machine):
-    """Other programs made a product take ten times as long when it was first measured."""
+def test_a_disturbed_measurement_is_replaced(machine):
+    """A time that other programs made ten times as long is replaced by a later, undisturbed one."""
     assert session(machine, 10.0, 0, others=1.0) == (10.0, True)
     assert session(machine, 1.0, 5) == (1.0, False)
     assert session(machine, 10.0, 5) == (1.0, False) and machine.asked == 2
@@ -113,8 +115,8 @@ def test_a_disturbed_moment_does_not_stay(machine):
     assert session(machine, 9.0, DAY) == (1.0, False) and machine.asked == 4
 
 
-def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
-    """However many there were; of the same moment, no more than a few."""
+def test_measuring_continues_until_it_is_undisturbed(machine):
+    """Measurements continue until one is undisturbed. Within one moment they are not repeated."""
     for number in range(2 * MOST_MOMENTS):
         assert session(machine, 10.0 + number, APART_S, others=1.0) == (10.0, True)
     assert session(machine, 10.0, 5, others=1.0) == (10.0, True)
@@ -125,41 +127,42 @@ def test_disturbed_moments_go_on_until_there_is_a_quiet_one(machine):
     assert machine.asked == 2 * MOST_MOMENTS + 2
 
 
-def test_what_a_token_takes_is_timed_in_rounds(machine, monkeypatch):
-    """The middle of three quiet rounds stands; prompts, whose products take long, have one."""
+def test_products_of_decode_steps_are_timed_in_rounds(machine, monkeypatch):
+    """Products of a decode step are timed in three rounds, and the median of the undisturbed ones
+    is used. Products of prompts take long and have one round."""
     many, small = WHAT._replace(rows=4), Small(64, 1)
     found = {WHAT: [4.0, 1.0, 2.0], small: [6.0, 7.0, 0.5], many: [3.0]}
-    beside = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    loads = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found[what].pop(0))
-    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: loads.pop(0))
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [4.0, 3.0, 6.0]
-        assert speeds.again() and not any(found.values())
-        # 0.5 was not timed on a quiet machine
+        assert speeds.time_again() and not any(found.values())
+        # 0.5 was timed while other programs ran
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
-        assert not speeds.again() and not speeds.disturbed
+        assert not speeds.time_again() and not speeds.disturbed
     machine.now += 5
     with Speeds(machine.bindings, 2) as speeds:
         assert [speeds.seconds(each) for each in (WHAT, many, small)] == [2.0, 3.0, 6.5]
-        assert not speeds.again()
+        assert not speeds.time_again()
 
 
-def test_a_timing_that_others_disturbed_is_repeated(machine, monkeypatch):
-    """Twice something ran beside the first of two products: it is timed until nothing does. Then
-    nothing is left for the second one."""
+def test_a_disturbed_timing_is_repeated(machine, monkeypatch):
+    """A disturbed timing is repeated up to twice. The first product uses all repeats, so the second
+    one stays disturbed."""
     monkeypatch.setattr(speeds_module, "_REPEATS", 2)
-    found, beside = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
+    found, loads = [6.0, 5.0, 1.0, 7.0], [1.0, 1.0, 0.0, 1.0]
     monkeypatch.setattr(machine, "seconds", lambda what: found.pop(0))
-    monkeypatch.setattr(machine, "share", lambda: beside.pop(0))
+    monkeypatch.setattr(machine, "share", lambda: loads.pop(0))
     with Speeds(machine.bindings, 2) as speeds:
         assert speeds.seconds(WHAT) == 1.0 and not speeds.disturbed
         assert speeds.seconds(WHAT._replace(rows=4)) == 7.0 and speeds.disturbed
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.0, 3e-3), (0.5, 1e-3)])
-def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, others, expected):
-    """Runs of 1, 3 and 9 ms in turn. Nine of ten may be slow for others' sake, where there are
-    others."""
+def test_the_median_or_the_fastest_tenth_is_used(bindings, monkeypatch, others, expected):
+    """Runs take 1, 3 and 9 ms in turn. Without other programs the median is used, with other
+    programs the fastest tenth."""
     runs, now = itertools.cycle([1e-3, 3e-3, 9e-3]), 0.0
     monkeypatch.setattr(products_module, "perf_counter", lambda: now)
     monkeypatch.setattr(products_module.Disturbance, "share", lambda self: others)
@@ -174,7 +177,7 @@ def test_half_of_the_runs_or_what_nobody_interrupted(bindings, monkeypatch, othe
         assert timer.seconds(Product(GGMLType.Q4_K, 256, 64, 4)) == pytest.approx(expected / 2)
 
 
-def test_what_was_measured_is_kept(bindings, monkeypatch):
+def test_measured_times_are_stored(bindings, monkeypatch):
     monkeypatch.setattr(speeds_module.Disturbance, "share", lambda self: 0.0)
     with Speeds(bindings, 1) as speeds:
         found = speeds.seconds(WHAT)
@@ -182,11 +185,12 @@ def test_what_was_measured_is_kept(bindings, monkeypatch):
     with Speeds(bindings, 1) as speeds:
         assert speeds.seconds(WHAT) == found
     with Speeds(bindings, 2) as speeds, pytest.raises(TypeError):
-        speeds.seconds(WHAT)  # other threads are another machine
+        speeds.seconds(WHAT)  # another number of threads has its own measurements
 
 
-def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
-    """With few weights, which a cache may hold, figures are rough: nobody else shall have them."""
+def test_measuring_stays_within_the_memory_limit(bindings, model, monkeypatch):
+    """With little free memory the measurement uses few weights, which a CPU cache may hold. The
+    results are rough and are not stored."""
     taken: list[int] = []
     allocate = Timer._allocate
     monkeypatch.setattr(
@@ -196,9 +200,10 @@ def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
     )
     with ExpertModel.open(model) as opened:
         config = Config.build(model=model, ctx=256, threads=1, ram=120 << 20)
-        assert 8 << 20 <= spare_bytes(config, opened) < 48 << 20
+        request = PlanRequest(config)
+        assert 8 << 20 <= spare_bytes(request, opened) < 48 << 20
         monkeypatch.setattr(planner, "kept_bandwidth", lambda *_: Bandwidth(1e9))
-        with Planner(config, opened).times() as predictor:
+        with Planner(request, opened).times() as predictor:
             predictor.speeds.seconds(WHAT)
     assert taken and max(taken) < 48 << 20
     monkeypatch.setattr(speeds_module, "Timer", None)
@@ -210,8 +215,9 @@ def test_a_cap_holds_for_measuring_too(bindings, model, monkeypatch):
     "layout, ratios", (FILE, (8.0, 8.0, 8.0)), (OWN, (2.0, 2.0, 4.0)), (UPSTREAM, (2.0, 2.0, 6.0))
 )
 def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
-    """On a machine that is played, where repacked rows are slow for many activations: slots' own
-    layout takes tiles, from 8 on, and upstream's does not."""
+    """Dense weights have the times of the experts' layout, on a simulated machine where repacked
+    rows are slow for 8 or more activations. The layout of the slots then uses tiles; upstream's
+    does not."""
 
     class PlayedSpeeds(Speeds):
         def seconds(self, what):
@@ -221,7 +227,7 @@ def test_dense_weights_are_repacked_with_the_experts(model, layout, ratios):
                 return 2.0 if what.rows < 8 else 6.0
             return 4.0 if what.routed else 8.0
 
-        def again(self):
+        def time_again(self):
             return False
 
     library = SimpleNamespace(interleaves=lambda *_: True)

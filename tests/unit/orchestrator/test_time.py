@@ -1,4 +1,4 @@
-"""What a token and a prompt take: the arithmetic, and its model of what is in memory."""
+"""Predicted times of tokens and prompts, and the predicted residency of experts."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -27,8 +27,8 @@ from orchestrator.cost.time import (
     with_skips,
 )
 from orchestrator.events import SKIP
-from orchestrator.plan.machine import Machine
 from orchestrator.plan.planning import plan_memory
+from orchestrator.plan.records import Machine, PlanRequest
 from orchestrator.policy.dynaexq import DynaExq
 
 LAYERS, EXPERTS, USED = 3, 8, 2
@@ -37,7 +37,7 @@ DISK = Bandwidth(1e6, latency_s=1e-3)
 
 
 def costs(expert_s=0.010, dense_s=0.030):
-    """An expert takes as long for each row; 5,000 bytes of it are 5 ms of DISK."""
+    """An expert takes expert_s for each row. Its 5,000 bytes take 5 ms of DISK."""
     per_row = np.array(ROWS) * expert_s
     return Costs(
         expert_s=np.tile(per_row, (LAYERS, 1, 1)),
@@ -66,7 +66,7 @@ def test_a_token_with_everything_in_memory_is_the_sum_of_its_parts():
     assert (found.residency.hit_rate, found.read_bytes) == (1.0, 0.0)
 
 
-def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked_about():
+def test_fixed_times_are_added_per_token_and_per_decided_layer():
     besides = replace(costs(), step_s=0.5, asked_s=0.25)
     alone = PlanTime(costs(), all_there(), DISK, 512).token_s()
     unasked = PlanTime(besides, all_there(), DISK, 512)
@@ -74,33 +74,36 @@ def test_what_is_no_product_is_added_once_a_token_and_once_a_layer_that_is_asked
     assert replace(unasked, asked=True).token_s() == pytest.approx(alone + 0.5 + LAYERS * 0.25)
 
 
-def test_reads_hide_behind_what_is_there_and_no_more():
-    # 5 + 1 ms of reading one expert hide behind the 20 ms of two; of two, 11 ms do
+def test_reads_are_hidden_by_computing_resident_experts():
+    # Reading one expert takes 5 + 1 ms, and computing two takes 20 ms. Reading two takes 11 ms. All
+    # reads are hidden.
     hidden = PlanTime(costs(), missing(0.5), DISK, 512)
     assert hidden.token_s() == pytest.approx(LAYERS * USED * 0.010 + 0.030 + 0.004)
     assert hidden.read_bytes == pytest.approx(LAYERS * USED * 0.5 * 5000)
-    # at a tenth of the speed: none, one or two of two experts miss, with 1, 2 and 1 of 4 chances
+    # At a tenth of the disk's speed. Of two experts none, one or two miss, with probabilities 1/4,
+    # 1/2 and 1/4.
     slow = PlanTime(costs(), missing(0.5), Bandwidth(1e5, latency_s=1e-3), 512)
     tail = 0.020 / 6
     layer = 0.25 * 0.020 + 0.5 * (0.051 + tail) + 0.25 * (0.101 + tail)
     assert slow.token_s() == pytest.approx(LAYERS * (layer + 0.010) + 0.004)
 
 
-def test_what_is_foreseen_hides_behind_the_dense_weights_as_well():
+def test_prefetches_are_also_hidden_by_dense_weights():
     disk = Bandwidth(4e5, latency_s=0.0)
     late = PlanTime(costs(), missing(1.0), disk, 512)
     early = PlanTime(costs(), missing(1.0, foreseen=1.0), disk, 512)
-    # 25 ms of reading, 10 of dense weights, 20 of experts; the first layer is not foreseen
+    # 25 ms of reading, 10 ms of dense weights, 20 ms of experts. The first layer is not predicted.
     waits = 0.010 + 0.025 + 0.020 / 6
     assert late.token_s() == pytest.approx(LAYERS * waits + 0.004)
     assert early.token_s() == pytest.approx(waits + (LAYERS - 1) * 0.030 + 0.004)
-    # as many as were not foreseen are read in vain
+    # as many predicted experts are read in vain as were not predicted
     some = PlanTime(costs(), missing(1.0, foreseen=0.75), disk, 512)
     assert some.read_bytes == pytest.approx(late.read_bytes * (1 + 1.25 * (LAYERS - 1)) / LAYERS)
 
 
 def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
-    """5 ms of reading an expert, and 4 of a core."""
+    """Reading an expert takes 5 ms, and 4 ms of a core. The core's time counts only while threads
+    compute."""
 
     def took(bytes_per_s, foreseen=0.0):
         disk = Bandwidth(bytes_per_s, latency_s=0.0, core_s_per_byte=0.004 / 5000)
@@ -111,16 +114,16 @@ def test_reading_takes_a_core_while_threads_compute_and_not_while_they_wait():
         assert one.prompt_s(64) > other.prompt_s(64)
         return (one.token_s() - other.token_s()) / LAYERS
 
-    assert took(1e6) == pytest.approx(0.008)  # of 2 experts, all of it beside 20 ms of computing
+    assert took(1e6) == pytest.approx(0.008)  # two experts, all of it during 20 ms of computation
     tail = 0.020 / 6
-    assert took(1e5) == pytest.approx(0.008 * (0.020 - tail) / 0.100)  # for 20 of 100 ms
-    assert took(2.5e5, 1.0) > took(2.5e5)  # what is foreseen is read beside more
+    assert took(1e5) == pytest.approx(0.008 * (0.020 - tail) / 0.100)  # during 20 of 100 ms
+    assert took(2.5e5, 1.0) > took(2.5e5)  # predicted experts are read during more computation
 
 
-def test_a_prompt_reads_each_expert_once_a_part():
-    disk = Bandwidth(1e3, latency_s=0.0)  # 5 s an expert
+def test_a_prompt_reads_each_expert_once_per_micro_batch():
+    disk = Bandwidth(1e3, latency_s=0.0)  # 5 s per expert
     whole = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 64).prompt_s(64)
-    # the last layer computes the last token alone
+    # the last layer computes only the last token
     n_read = (LAYERS - 1) * EXPERTS * (1 - 0.75**64) + EXPERTS * 0.25
     assert whole == pytest.approx(5 * n_read, rel=0.02)
     halves = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32).prompt_s(64)
@@ -130,8 +133,9 @@ def test_a_prompt_reads_each_expert_once_a_part():
     assert warm.prompt_s(64) == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_what_the_first_prompt_reads_first_comes_at_the_disks_first_speed():
-    """Its second part, a later prompt and tokens read again what was read before."""
+def test_the_first_reads_have_the_disks_first_speed():
+    """The first pass of the first prompt reads at `first_bytes_per_s`. Its second part, later
+    prompts and tokens read bytes that were read before."""
     disk = Bandwidth(1e3, latency_s=0.0, first_bytes_per_s=250.0)
     of = PlanTime(costs(0.0, 0.0), missing(1.0), disk, 32)
     usual = replace(of, disk=disk._replace(first_bytes_per_s=0.0))
@@ -152,8 +156,8 @@ def test_skipped_experts_cost_nothing():
 
 
 def lru_hits(uses, n_slots, steps=6000):
-    """The hit rate of a cache in least-recently-used order, by playing it. As in the store, a step
-    finds what was there when it began."""
+    """Hit rate of a simulated LRU cache. As in the store, a step finds what was resident when it
+    began."""
     rng, held = np.random.default_rng(1), OrderedDict[int, None]()
     hits = asked = 0
     for _ in range(steps):
@@ -169,7 +173,7 @@ def lru_hits(uses, n_slots, steps=6000):
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.7, 1.1])
-def test_hits_are_those_of_a_cache_that_is_played(exponent):
+def test_hit_rates_equal_those_of_a_simulated_cache(exponent):
     uses = chances(np.arange(1.0, 65.0)[None] ** -exponent, 8)[0]
     for n_slots in (16, 38, 58):
         there = recently_used(uses, n_slots)
@@ -209,14 +213,14 @@ def test_two_tiers_in_slots_of_their_own():
     mix = np.tile([0.75, 0.25], (1, 4, 1))
     there = cached(shape, slots, np.full((1, 4), 0.5), mix)
     assert there.mix[0, 0] == pytest.approx([0.75, 0.25])
-    assert there.hit_rate == pytest.approx(1.0)  # what is there in high answers low as well
+    assert there.hit_rate == pytest.approx(1.0)  # a high copy also serves requests for low
     fewer = SlotPlan((SlotGroup(100, 2), SlotGroup(50, 4)), slots.group_of)
     there = cached(shape, fewer, np.full((1, 4), 0.5), mix)
     assert there.hit_rate == pytest.approx(0.75 * 0.5 + 0.25, abs=1e-6)
 
 
 def test_hot_experts_that_stay_high_are_not_missed():
-    """One is in a high slot for good; the others share too few low ones."""
+    """One expert stays in a high slot. The others share too few low slots."""
     shape = ModelShape(8, 2, ("high", "low"), (({0: 100}, {0: 50}),))
     policy = placed(DynaExq, shape, budget=350)
     assert policy.caching and policy.capacity.tolist() == [1] and policy.cached.tolist() == [5]
@@ -234,7 +238,7 @@ def test_hot_experts_that_stay_high_are_not_missed():
     assert alike.hit_rate < there.hit_rate - 0.05
 
 
-def test_plans_of_a_model(bindings, model):
+def test_predictions_for_plans_of_a_model(bindings, model):
     config = Config.build(model=model, ctx=256, threads=1, force_managed=True)
     with ExpertModel.open(model) as opened, Speeds(bindings, 1) as speeds:
         predictor = TimeModel(opened, Bandwidth(1e8), speeds, *known_uses(config, opened))
@@ -242,7 +246,7 @@ def test_plans_of_a_model(bindings, model):
 
         def predicted(uses=None, **settings):
             asked = config.with_changes(**settings)
-            plan = plan_memory(asked, opened, Machine(8 << 30))
+            plan = plan_memory(PlanRequest(asked), opened, Machine(8 << 30))
             return predictor.of_plan(plan, asked, uses=uses)
 
         whole, half = predicted(policy="lru"), predicted(**few)
@@ -253,12 +257,12 @@ def test_plans_of_a_model(bindings, model):
         assert half.residency.hit_rate < predicted(skewed(opened), **few).residency.hit_rate < 1.0
         skips = predicted(**{**few, "policy": "dymoe", "low_tier": "skip", "retention": 0.5})
         assert skips.read_bytes < half.read_bytes and skips.asked and not half.asked
-        # The same kernels compute a token on both paths, and no timing sets them apart.
+        # Both paths use the same kernels for a token.
         assert predicted(policy="plain", force_managed=False).token_s() == whole.token_s()
 
 
 def half_there():
-    """Two layers of four experts, two a token; the first half of each is in memory."""
+    """Two layers with four experts, two per token. The first half of each layer is resident."""
     present = np.tile([1.0, 1.0, 0.25, 0.0], (2, 1))
     return Residency(np.full((2, 4), 0.5), np.ones((2, 4, 1)), present)
 
@@ -275,7 +279,8 @@ def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent():
     known, sizes = half_there(), np.array([1, 1])
     same = with_skips(known, Skips(NATS, 0.0), sizes)
     assert (same.mix == known.mix).all() and (same.present == known.present).all()
-    # 0.5 uses of expert 3 of the first layer miss; of those one half is the token's top one.
+    # Expert 3 of the first layer has 0.5 missing uses. In half of them it is the token's top
+    # expert.
     some = with_skips(known, Skips(NATS, 0.25), sizes)
     assert lost(known, some) == pytest.approx(0.25)
     changed = np.argwhere(some.mix[..., 0] < 1).tolist()
@@ -283,6 +288,6 @@ def test_the_cheapest_misses_are_skipped_until_the_loss_is_spent():
     more = with_skips(known, Skips(NATS, 1.2), sizes)
     assert lost(known, more) == pytest.approx(1.2)
     assert np.argwhere(more.mix[..., 0] < 1).tolist() == [[0, 2], [0, 3], [1, 2]]
-    # What is found in memory stays, as a number of uses.
+    # The number of uses that find the expert resident stays the same.
     assert more.mix[..., 0] * more.present == pytest.approx(known.present)
     assert more.hit_rate > some.hit_rate > known.hit_rate

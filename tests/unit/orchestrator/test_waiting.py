@@ -1,4 +1,4 @@
-"""The driver waits for the store: until its reads are done, a cancel or a signal, and no longer."""
+"""The driver waits for the store until its reads are done, or until a cancellation or signal."""
 
 import os
 import signal
@@ -10,23 +10,24 @@ from tables import cases
 
 from gguf_tools import interrupts
 from orchestrator.errors import NativeError
-from orchestrator.policy.base import Wants
+from orchestrator.policy.base import PolicyRequirements
 from orchestrator.runtime.driver import Driver
 
 LOW, HIGH = (np.full((1, 1), tier, np.uint8) for tier in (1, 0))
 
 
 class Asking:
-    """Asks for one expert."""
+    """A policy that requests one expert."""
 
-    wants = Wants(waits=True)
+    wants = PolicyRequirements(waits=True)
 
     def warm(self, resident, target):
         return [(0, 0, 0)] if (resident == LOW).all() else None
 
 
 class FakeStore:
-    """One expert on its way, which is there after so many looks; never where `looks` is None."""
+    """A store with one expert in transition, which is complete after `looks` steps, or never if
+    `looks` is None."""
 
     def __init__(self, looks, loading):
         self.looks, self.loading = looks, loading
@@ -66,7 +67,7 @@ def limits(driver):
     (Driver.before_answer, None, 1, "cancel", None),
     (Driver.before_answer, None, 1, "press", KeyboardInterrupt),
     (limits, 3, 1, None, None),
-    (limits, 1, 0, None, None),  # the last read came between the two looks
+    (limits, 1, 0, None, None),  # the last read completed between two checks
     (limits, None, 0, None, "does not read"),
     (limits, None, 1, "cancel", "cancelled"),
     (limits, None, 1, "press", KeyboardInterrupt),
@@ -80,7 +81,7 @@ def test_every_wait_ends(waits, looks, loading, act, ends):
         if ends is None:
             return waits(driver)
         match = ends if error is NativeError else None
-        # held, as in a call of C: the signal is raised when the wait has ended
+        # As in a C call: the signal is raised after the wait has ended.
         with pytest.raises(error, match=match), interrupts.held():
             waits(driver)
         interrupts.forget()

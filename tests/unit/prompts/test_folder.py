@@ -1,4 +1,4 @@
-"""Conversations on disk: whole files, checked before they are used, within a limit."""
+"""Conversations on disk: complete files, verified before use, within a size limit."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ ROOMY = 1 << 30
 
 
 class Turn(NamedTuple):
-    """What a sequence holds after a turn of a conversation."""
+    """The content of a sequence after a turn of a conversation."""
 
     tokens: np.ndarray
     marks: tuple[Mark, ...]
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
 
 
 def made(conversation, turn):
-    """A turn of a conversation: its state and its parts follow from its tokens."""
+    """A turn of a conversation. Its state and parts are computed from its tokens."""
     tokens = np.arange(20 * (turn + 1), dtype=np.int32) + 1000 * conversation
     return Turn(tokens, (Mark(10, state_of(tokens[:10]), b"learned"),))
 
@@ -52,13 +52,13 @@ def state_of(tokens):
 
 
 def write(path):
-    """Writes the turns of two conversations, one after the other, where two have room."""
+    """Write the turns of two conversations alternately, with a limit for two files."""
     folder = PromptFolder(path, 1 << 21)
     for number in range(2 * TURNS):
         made(number % 2, number // 2).save(folder)
 
 
-TICK_S = 0.02  # more than the kernel's clock of files needs to go on
+TICK_S = 0.02  # more than the resolution of file times
 
 
 def turn_of(tokens, *marks, key=KEY):
@@ -66,7 +66,7 @@ def turn_of(tokens, *marks, key=KEY):
 
 
 def read(folder, listed, most=ROOMY):
-    """The state in a file, and the marks; None where it cannot be used."""
+    """(state in the file, marks), or None if the file cannot be used."""
     states = []
 
     def take(path):
@@ -77,7 +77,7 @@ def read(folder, listed, most=ROOMY):
     return None if marks is None else (states[0], marks)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_saved_sequence_is_read_back(tmp_path):
     part = np.arange(200, dtype=np.uint8)
     marks = Mark(2, part, None), Mark(3, None, b"policy"), Mark(5, part + 1, b"")
     turn = turn_of([7, 8, 9, 10, 11, 12], *marks)
@@ -86,7 +86,7 @@ def test_what_is_written_is_read(tmp_path):
     (listed,) = folder.of(KEY)
     assert listed.tokens.tolist() == [7, 8, 9, 10, 11, 12]
     assert [listed.usable(n) for n in (6, 5, 4, 3, 2, 1)] == [6, 5, 2, 2, 2, 0]
-    # Without a part at a mark, a sequence can be cut anywhere.
+    # Without parts at marks, a sequence can be cut at any token.
     assert [usable(3, False, (), n) for n in (4, 3, 2)] == [3, 3, 2]
     state, found = read(folder, listed)
     np.testing.assert_array_equal(state, turn.state)
@@ -126,7 +126,7 @@ def test_a_file_under_anothers_name_is_dropped(tmp_path):
     assert len(folder.notes) == 1
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_other_files_in_the_folder_are_kept(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "x.prompt").write_text("mine")
     folder = PromptFolder(tmp_path, 1 << 20)
@@ -135,7 +135,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     assert {"notes.txt", "x.prompt"} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
+def test_a_longer_turn_replaces_a_shorter_one(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
     for conversation, turn in ((0, 0), (1, 3), (0, 1), (0, 2)):
         made(conversation, turn).save(folder)
@@ -143,7 +143,7 @@ def test_a_longer_turn_takes_the_place_of_a_shorter_one(tmp_path):
 
 
 def test_the_least_recently_used_go_first(tmp_path):
-    folder = PromptFolder(tmp_path, 2_000_000)  # three of 600 kB each
+    folder = PromptFolder(tmp_path, 2_000_000)  # three files of 600 kB each
     for number in range(3):
         made(number, 0).save(folder)
         time.sleep(TICK_S)
@@ -156,7 +156,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_000_000
 
 
-def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
+def test_a_conversation_above_the_limit_is_not_kept(tmp_path):
     folder = PromptFolder(tmp_path, 100_000)
     made(0, 0).save(folder)
     assert list(tmp_path.iterdir()) == []
@@ -164,13 +164,15 @@ def test_what_is_larger_than_the_limit_is_not_kept(tmp_path):
     assert "--prompt-cache-limit" in note
 
 
-def test_what_has_no_room_in_memory_stays(tmp_path):
+def test_a_file_that_does_not_fit_the_context_is_kept(tmp_path):
     made(0, 0).save(PromptFolder(tmp_path, ROOMY))
     folder = PromptFolder(tmp_path, ROOMY)
     (listed,) = folder.of(KEY)
     assert folder.load(listed, ROOMY, lambda _path: False) is None
-    assert folder.notes == [f"{listed.path}: no room for this kept conversation: it is read again."]
-    assert folder.of(KEY) == []  # which would be tried for ever
+    assert folder.notes == [
+        f"{listed.path}: no memory for this kept conversation: it is read again."
+    ]
+    assert folder.of(KEY) == []  # it would be tried again for each request
     (again,) = PromptFolder(tmp_path, ROOMY).of(KEY)
     assert read(folder, again) is not None
 
@@ -181,14 +183,14 @@ def test_what_has_no_room_in_memory_stays(tmp_path):
     ("file/below", "below: it is a file, or in one: name a folder"),
     ("x" * 300, "File name too long: name a folder that can be made and written"),
 )
-def test_what_is_no_folder_is_refused_with_a_remedy(name, said, tmp_path):
+def test_a_path_that_is_not_a_folder_is_refused(name, said, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=said):
         PromptFolder(tmp_path / name, ROOMY)
 
 
-def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypatch):
-    """llama.cpp says only that it failed."""
+def test_a_failed_write_is_reported_with_the_systems_reason(tmp_path, monkeypatch):
+    """The note has the system's reason, because llama.cpp reports only that writing failed."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -203,9 +205,9 @@ def test_the_reason_of_a_failed_write_is_asked_of_the_system(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_is_said(tmp_path):
+def test_a_failed_write_of_llama_cpp_is_reported(tmp_path):
     folder = PromptFolder(tmp_path, ROOMY)
-    folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # there is nothing
+    folder.save(KEY, [1, 2, 3], False, (), lambda _path: None)  # nothing to write
     assert folder.notes == []
     folder.save(KEY, [1, 2, 3], False, (), lambda _path: 0)
     (note,) = folder.notes
@@ -213,8 +215,9 @@ def test_what_cannot_be_written_is_said(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_nothing_that_is_wrong(tmp_path):
-    """Twenty times, at random places of its work."""
+def test_a_killed_writer_leaves_only_complete_files(tmp_path):
+    """A process is killed at twenty random points of its work. Every file that is left can be
+    used."""
 
     def work():
         write(tmp_path)

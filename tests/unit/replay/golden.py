@@ -1,11 +1,12 @@
-"""What every policy decides on one stored run, in a few lines each:
+"""Decisions of every policy on one stored run, in a few lines each:
 
-    python tests/unit/replay/golden.py           # says which rows are not as they were stored
-    python tests/unit/replay/golden.py --store   # stores them as they are
+    python tests/unit/replay/golden.py           # shows rows that differ from the stored ones
+    python tests/unit/replay/golden.py --store   # stores the current rows
 
-The run is made up and stored beside the decisions (golden/): prompts and answers of five sequences,
-several of them in one step, over experts in three precisions. A row has a digest of all decisions,
-prefetches and transitions, so that it tells whether anything changed, and sums that tell what.
+The run is invented and stored next to the decisions (golden/): prompts and answers of five
+sequences, several of them in one step, with experts in three precisions. A row has a digest of all
+decisions, prefetches and transitions, which shows whether anything changed, and sums that show what
+changed.
 """
 
 import argparse
@@ -36,8 +37,8 @@ N_LAYERS, N_EXPERT, K, N_AHEAD = 6, 16, 4, 4
 EXPERT_BYTES = (3 * 8192, 3 * 4096, 3 * 2048)
 EVERY = N_LAYERS * N_EXPERT
 
-# Name of a row: the policy, its tiers, the share of all experts in the best of these that slots
-# have room for, its settings.
+# name of the row: (policy, tiers, budget as a share of all experts in the best of these tiers,
+# settings).
 ROWS: dict[str, tuple[str, tuple[str, ...], float, dict[str, Any]]] = {
     "lru": ("lru", ("q8_0",), 0.5, {}),
     "lru, all resident": ("lru", ("q4_k",), 1.0, {}),
@@ -81,7 +82,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...], float, dict[str, Any]]] = {
     "floor, strict": ("floor", ("q4_k", SKIP_NAME), 0.4, {"max_loss": 0.002}),
 }
 
-# Steps of the run: the sequences of its tokens, and marks (what, sequence) of its report.
+# (phase, sequence of each token, (mark, sequence) of the report) for each step.
 _Steps = list[tuple[Phase, list[int], list[tuple[int, int]]]]
 
 
@@ -105,8 +106,11 @@ def _steps():
 
 
 def make_run(seed=20261125):
-    """The run that is stored. Each sequence has favourites of its own, half of what is foreseen is
-    right, and what tiers lose differs from expert to expert."""
+    """Return the run that is stored.
+
+    Each sequence prefers other experts, half of the predictions are right, and losses of tiers
+    differ between experts.
+    """
     from traces import decode
 
     rng = np.random.default_rng(seed)
@@ -188,7 +192,7 @@ def make_run(seed=20261125):
 
 
 class Listener:
-    """Takes down what a policy decides and moves."""
+    """Records the decisions and transitions of a policy."""
 
     def __init__(self, policy):
         self._digest = hashlib.sha256()
@@ -230,7 +234,7 @@ class Listener:
 
 
 def decided(library, trace, row):
-    """One row: the digest, and sums of what is in it."""
+    """One row: the digest and the sums."""
     name, tiers, share, settings = ROWS[row]
     policy = policy_class(name)
     in_use = tuple(TIERS.index(each) for each in tiers if each != SKIP_NAME)
@@ -239,11 +243,11 @@ def decided(library, trace, row):
     estimate = foreseen(trace, in_use, None)
     asked = policy.Settings.of(settings)
     setup = set_up(trace, policy, budget, asked, in_use, rules, threads=2, estimate=estimate)
-    heard = Listener(setup.policy)
+    listener = Listener(setup.policy)
     outcome = simulate(library, trace, setup, Transport(4096 * 10**5, 20, 2), Compute(60.0, 60.0))
     stats = outcome.stats
     moved = {"hits": sum(stats.hits), "read": sum(stats.demand_bytes) + sum(stats.prefetch_bytes)}
-    return {"digest": heard.digest, **dict(sorted(heard.sums.items())), **moved}
+    return {"digest": listener.digest, **dict(sorted(listener.sums.items())), **moved}
 
 
 def main():

@@ -1,4 +1,5 @@
-"""Belady's optimum: against every possible cache on small traces, and above every policy."""
+"""Belady's optimum equals the best of all caches on small traces, and is a bound for every
+policy."""
 
 from itertools import combinations
 
@@ -15,19 +16,19 @@ from orchestrator.plan.footprint import model_shape
 from orchestrator.policy.base import place
 from orchestrator.policy.lru import LRU
 
-EXPERT = 16384  # slot bytes of one expert, all kinds
+EXPERT = 16384  # slot bytes of one expert with all kinds
 SLOW = Transport(10**9, 20, 2)
 COMPUTE = Compute(50.0, 50.0)
 
 
 def optimum(trace, n_experts):
-    """With slots for so many experts, shared by all layers."""
+    """Belady's result with slots for n_experts, shared by all layers."""
     shape = model_shape(trace, (0,))
     return belady(trace, shape, place(LRU, shape, budget_bytes=n_experts * EXPERT).slots, 0)
 
 
 def best_of_all(events, capacity):
-    """Most hits of any cache: every subset of what is there is tried at every event."""
+    """The most hits of any cache: after each event, every subset of the known experts is tried."""
     states: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
     for layer, ids in events:
         asked = {(layer, expert) for expert in ids}
@@ -43,9 +44,9 @@ def best_of_all(events, capacity):
     return max(states.values())
 
 
-def test_by_hand():
-    """0 1 2 0 1 2 with room for two: one of the second three must miss, and the one that is
-    dropped is the one that is used last."""
+def test_belady_by_hand():
+    """For experts 0 1 2 0 1 2 with two slots, one of the last three must miss. The optimum evicts
+    the expert whose next use is last."""
     trace = decode(*[[[e]] for e in (0, 1, 2, 0, 1, 2)])
     found = optimum(trace, 2)
     assert found["requests"] == [0, 18]
@@ -55,10 +56,10 @@ def test_by_hand():
     assert optimum(trace, 1)["hits"] == [
         0,
         3 * 1,
-    ]  # it may keep 0 and compute the others in passing
+    ]  # it keeps 0 and streams the others
 
 
-def test_phases_are_told_apart():
+def test_belady_counts_phases_separately():
     trace = random_trace(np.random.default_rng(0))
     found = optimum(trace, 24)
     distinct = sum(len(np.unique(event.ids)) for event in next(trace.steps()).events)
@@ -85,7 +86,8 @@ def test_no_cache_does_better(events, capacity):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 24), st.sampled_from(["lru", "dymoe"]))
 def test_no_policy_does_better(library, seed, n_experts, policy):
-    """One precision, on demand, and the slots of that very policy."""
+    """With one precision, on demand and with the policy's own slots, no policy has more hits than
+    Belady's optimum."""
     trace = random_trace(np.random.default_rng(seed))
     budget = max(n_experts, 6) * EXPERT
     made = over(trace, policy, budget, threads=2, retention=1.0, n_ahead=0)
@@ -99,7 +101,8 @@ def test_no_policy_does_better(library, seed, n_experts, policy):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(6, 24))
 def test_a_prefetching_policy_reads_no_less(library, seed, n_experts):
-    """And takes no less time than the bound."""
+    """A policy with prefetch reads at least the optimum's bytes, and takes at least the time of the
+    bound."""
     trace = random_trace(np.random.default_rng(seed))
     made = over(trace, "dymoe", n_experts * EXPERT, threads=2, retention=1.0, n_ahead=1)
     outcome = simulate(library, trace, made, SLOW, COMPUTE)
@@ -109,7 +112,7 @@ def test_a_prefetching_policy_reads_no_less(library, seed, n_experts):
     assert read >= sum(best["miss_bytes"])
     tokens = int(trace.arrays["step_tokens"].sum())
     least = max(50.0 * tokens, sum(best["miss_bytes"]) * 1e6 / SLOW.bytes_per_s)
-    assert outcome.step_us.sum() >= least * 0.999  # whole nanoseconds a piece
+    assert outcome.step_us.sum() >= least * 0.999  # whole nanoseconds per part
 
 
 def test_slot_sizes_are_pools_of_their_own():

@@ -1,7 +1,7 @@
-"""No policy decides otherwise than it did, unless somebody means it to.
+"""Decisions of policies do not change unintentionally.
 
-Where a row is to change, `python tests/unit/replay/golden.py` says what became of it, and stores it
-with --store.
+If a row changes on purpose, `python tests/unit/replay/golden.py` shows the difference, and --store
+saves it.
 """
 
 import json

@@ -1,5 +1,7 @@
-"""What a simulated store reads, and when: slots of prefetches, their order, whole experts, a rigid
-link. Times by hand: gate and up of an expert take 1 us, down 2; one thread, no latency."""
+"""Reads of a simulated store in time order: slots of prefetches, whole experts, a rigid link.
+
+By hand: gate and up of an expert take 1 us, down 2 us, with one thread and no latency.
+"""
 
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ US = 1000
 
 
 class Link:
-    """A store of one layer of eight experts, and its clock."""
+    """A store with one layer of eight experts, and its simulated clock."""
 
     def __init__(self, library, slots, **flags):
         spec = over(decode([[0]]), "lru", slots * EXPERT).spec
@@ -35,7 +37,7 @@ class Link:
         self.library.prefetch(self.store.handle, items, len(experts))
 
     def route(self, *experts):
-        """A step of one token that chooses two experts, or one of them twice."""
+        """Begin a step of one token that chooses two experts, or one of them twice."""
         self.store.begin_step(Phase.DECODE)
         ids = np.array([(experts * 2)[:2]], np.int32)
         none = np.zeros((0, 1, 2))
@@ -43,7 +45,7 @@ class Link:
         self.chosen = np.unique(ids).astype(np.int32)
 
     def use(self, kind, expert_us=0):
-        """Computes a kind; the clock then, in microseconds."""
+        """Compute a kind. Returns the time after it, in microseconds."""
         self.clock.use(0, kind, self.chosen, expert_us * US)
         self.store.check()
         return self.clock.now_ns / US
@@ -70,7 +72,8 @@ def link(library):
 
 
 def test_a_prefetch_evicts_when_its_read_starts(link):
-    """Of nine matrices one is being read when the layer turns out to need what is there."""
+    """Prefetches evict only when their read starts. One of nine matrices is being read when the
+    layer needs the resident expert instead."""
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -82,21 +85,22 @@ def test_a_prefetch_evicts_when_its_read_starts(link):
     assert (stats.evictions, stats.prefetch_cancelled, stats.hits[Phase.DECODE]) == (1, 8, 3)
 
 
-def test_asked_for_meanwhile_it_takes_a_slot(link):
+def test_a_requested_prefetch_takes_a_slot(link):
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
     one.prefetch(2, 3)
     one.route(3)
     assert one.store.stats().prefetch_used == 3
-    assert one.use(GATE) == 8 + 2  # the gate of 2 was on its way
+    assert one.use(GATE) == 8 + 2  # the gate of 2 was already being read
     one.use(UP)
     one.use(DOWN)
     assert 3 in one.resident()
 
 
-def test_it_evicts_nothing_of_its_own_list(link):
-    """The read of 3 starts long after the list was made."""
+def test_a_prefetch_evicts_no_expert_of_its_own_list(link):
+    """A prefetch does not evict a resident expert of the same request, even if its read starts long
+    after it."""
     one = link(slots=2)
     one.route(0, 1)
     one.compute()
@@ -107,7 +111,8 @@ def test_it_evicts_nothing_of_its_own_list(link):
 
 @pytest.mark.parametrize(("whole", "gate_us"), [(False, 21), (True, 26)])
 def test_whole_experts_are_waited_for(whole, gate_us, link):
-    """Gates come at 1 and 2, ups at 3 and 4, downs at 6 and 8."""
+    """With whole_experts, an expert is computed only after its last matrix. Gates arrive at 1 and 2
+    us, ups at 3 and 4, downs at 6 and 8."""
     one = link(whole_experts=whole)
     one.route(0, 1)
     assert one.use(GATE, 10) == gate_us

@@ -1,4 +1,4 @@
-"""The hardware model of a GPU and near-data memory against sums by hand, and what it is fed."""
+"""The hardware model of a GPU with near-data memory, compared with sums by hand, and its inputs."""
 
 from dataclasses import replace
 
@@ -30,8 +30,8 @@ SMALL, LARGE = SHAPES["mixtral-8x7b"], SHAPES["mixtral-8x22b"]
 
 
 def independent(shape, n_hot, hot_mass, n=400):
-    """Tokens whose two choices are each hot with this probability, each on its own, in exact
-    proportions; the first n_hot experts are hot."""
+    """A sequence whose tokens choose two experts independently, each hot with the probability
+    hot_mass, in exact proportions. The first n_hot experts are hot."""
     both, one = round(n * hot_mass**2), round(2 * n * hot_mass * (1 - hot_mass))
     pairs = [(0, 1)] * both + [(0, n_hot)] * one + [(n_hot, n_hot + 1)] * (n - both - one)
     ids = np.repeat(np.array(pairs)[:, None, :], shape.n_layers, axis=1)
@@ -47,7 +47,7 @@ def step_ms(shape, n_hot, hot_mass, bits):
     return decode(shape, plan, independent(shape, n_hot, hot_mass)).step_ms
 
 
-# ms a token, worked out by hand: (shape, hot experts, hot mass, bits, ms).
+# ms per token by hand: (shape, hot experts, hot mass, bits, ms).
 CLOSED_FORM = [
     (SMALL, 0, 0.0, 16, 44.8),
     (SMALL, 4, 0.5, 16, 24.6),
@@ -64,24 +64,26 @@ CLOSED_FORM = [
 
 
 @pytest.mark.parametrize(("shape", "n_hot", "mass", "bits", "ms"), CLOSED_FORM)
-def test_decode_steps_take_what_the_closed_form_says(shape, n_hot, mass, bits, ms):
+def test_decode_steps_equal_the_closed_form(shape, n_hot, mass, bits, ms):
     assert step_ms(shape, n_hot, mass, bits) == pytest.approx(ms, rel=0.006)
 
 
-def test_one_expert_takes_what_its_bytes_or_products_do(monkeypatch):
+def test_time_of_an_expert_follows_its_bytes_or_products(monkeypatch):
     assert SMALL.expert_bytes() == pytest.approx(352.3e6, rel=1e-3)
     near = [SMALL.near_ms(bits) for bits in (16, 3, 2)]
     assert near == pytest.approx([0.688, 0.129, 0.086], rel=0.005)
     assert SMALL.gpu_ms() == pytest.approx(0.105, rel=0.005)
     assert SMALL.move_ms == pytest.approx(14.1, rel=0.005)
     assert SMALL.near_ms(16, 100) == pytest.approx(17.2, rel=0.005)
-    # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, four tokens in 0.688.
+    # 64 arrays of 4 x 4 at 1 GHz multiply 176 million weights in 0.172 ms, and for four tokens in
+    # 0.688 ms.
     monkeypatch.setattr(near_data, "NEAR_BYTES_PER_S", 1e15)
     assert SMALL.near_ms() == pytest.approx(0.172, rel=0.005)
 
 
-def test_a_prompt_streams_or_computes_what_is_sooner_done():
-    """512 tokens give an expert 128: 14.1 ms over the link, 22 ms near its memory, both at once."""
+def test_prompts_stream_or_compute_whichever_is_faster():
+    """With 512 tokens an expert gets 128: 14.1 ms over the link or 22 ms near its memory, both in
+    parallel. The faster schedule is chosen."""
     tokens = np.full(8, 128.0)
     nothing, half = np.zeros(8, bool), np.arange(8) < 4
     took, streamed = SMALL.prompt_layer_ms(tokens, nothing, 512)
@@ -112,8 +114,8 @@ def runs_of(shape, n_hot, mass, bits):
 def test_speedups_over_near_only_and_over_monde_with_its_fitted_rate(
     shape, n_hot, mass, bits, over_near, over_monde
 ):
-    """over_near is worked out by hand. over_monde is the paper's Figure 6, to which one rate of
-    migrations is fitted for both widths of a shape, so that its 10 % confirm nothing."""
+    """over_near is computed by hand. over_monde is the paper's Figure 6. One migration rate is
+    fitted to it for both widths of a shape, so its tolerance of 10 % confirms nothing."""
     runs = runs_of(shape, n_hot, mass, bits)
     ours = runs["context"]
     only = runs["near-only"].mean("step_ms")
@@ -123,17 +125,17 @@ def test_speedups_over_near_only_and_over_monde_with_its_fitted_rate(
     )
 
 
-def test_a_gpu_alone_copies_what_it_does_not_hold_once_a_prompt():
-    """It holds 218 of 256 experts, and copying the others takes longer than computing all."""
+def test_a_gpu_alone_copies_missing_experts_once_per_prompt():
+    """The GPU holds 218 of 256 experts. Copying the others takes longer than computing all."""
     runs = runs_of(SMALL, 4, 0.5, 3.0)
     missing = 256 - (80e9 - 2 * 1.6e9) / SMALL.expert_bytes()
     for name in ("gpu-lru", "hobbit"):
         assert runs[name].prompts[0] == pytest.approx(3 * [missing * 14.09 + 32 * 0.025], rel=0.01)
 
 
-# Hot experts of each sequence, those that the usual use has, and those that each of them moves in
-# a layer: it finds what the sequence before it left, and the first one what the usual use asked
-# for, or the first experts where nothing is known.
+# (hot experts of each sequence, usual experts, experts that each sequence moves in a layer). A
+# sequence starts with the experts of the previous one, the first with the usual ones, or with the
+# first experts if nothing is known.
 MOVED = [
     ("only a prompt, other experts than are there", [(4, 5, 6, 7)], (), [4]),
     ("only a prompt, half of it usual", [(4, 5, 6, 7)], (2, 3, 4, 5), [2]),
@@ -146,7 +148,7 @@ MOVED = [
 @pytest.mark.parametrize(
     ("hot", "usual", "moved"), [case[1:] for case in MOVED], ids=[case[0] for case in MOVED]
 )
-def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
+def test_only_changed_experts_are_moved(hot, usual, moved, monkeypatch):
     def use(experts):
         counts = np.zeros((32, 8))
         counts[:, list(experts)] = 1.0
@@ -154,15 +156,15 @@ def test_only_what_changed_is_moved(hot, usual, moved, monkeypatch):
 
     ids = independent(SMALL, 4, 0.5, 16).ids
     routing = Routing("", [Sequence(use(each), use(each), ids) for each in hot], use(usual))
-    stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes over 25 GB/s, in ms
+    stream = 352321536 / 25e6  # 3 x 4096 x 14336 weights of 2 bytes at 25 GB/s, in ms
     monkeypatch.setattr(near_data, "LENGTHS", ((4, 8),))
     runs = strategies(PAPER, routing)
-    # A prompt of four tokens brings nothing to the GPU.
+    # A prompt of four tokens streams no expert to the GPU.
     assert runs["context"].moves[:, 0] == pytest.approx([32 * n * stream for n in moved])
-    assert not runs["static"].moves.any()  # placed once, before all of them
+    assert not runs["static"].moves.any()  # placed once, before all sequences
 
 
-def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing(monkeypatch):
+def test_experts_streamed_by_a_prompt_stay_on_the_gpu(monkeypatch):
     sequence = independent(SMALL, 4, 0.5, 16)
     routing = Routing("", [sequence], np.roll(sequence.counts, 4, axis=1))
     monkeypatch.setattr(near_data, "LENGTHS", ((4, 8), (4096, 8)))
@@ -171,20 +173,20 @@ def test_what_a_prompt_brought_to_the_gpu_stays_there_for_nothing(monkeypatch):
 
 
 def alone(shape, ids, n_slots, bits):
-    """A GPU alone with room for so many experts, over the experts of one layer by token."""
+    """A GPU alone with n_slots experts. ids: experts of one layer, for each token."""
     ids = np.array(ids)[:, None, :]
     sequence = Sequence(np.zeros((1, 8)), np.zeros((1, 8)), ids)
     one_layer = replace(shape, n_layers=1)
     return on_demand(one_layer, [sequence], bits, n_slots + 0.01)
 
 
-def test_gpu_lru_copies_what_it_has_not():
+def test_gpu_lru_copies_missing_experts():
     there, copied = 0.0250 + 2 * 0.1052, 14.09 + 0.002
     kept = alone(SMALL, [(0, 1), (1, 0)], 2, GPU_LRU_BITS)
     assert kept.step_ms == pytest.approx(there, rel=1e-2) and kept.hot_mass == 1.0
     never = alone(SMALL, [(0, 1), (2, 3)], 2, GPU_LRU_BITS)
     assert never.step_ms == pytest.approx(there + 2 * copied, rel=1e-3) and never.hot_mass == 0.0
-    # The least recently used goes: 0 and 1 stay, and so 2 takes the place of 3.
+    # The least recently used expert is evicted: 0 and 1 stay, and 3 replaces 2.
     some = alone(SMALL, [(0, 1), (2, 0), (1, 0), (3, 0)], 3, GPU_LRU_BITS)
     assert some.hot_mass == pytest.approx(6 / 8)
 
@@ -211,7 +213,7 @@ def test_traces_that_cannot_stand_for_the_shape_are_refused():
         from_trace(SMALL, make_trace([(Phase.PREFILL, one)], n_expert=12))
 
 
-def test_generated_routing_is_as_alike_as_the_papers():
+def test_generated_routing_has_the_papers_similarity():
     made = generated(SMALL)
     found = [cosine(each.counts, each.decode_counts()).mean() for each in made.sequences]
     assert np.mean(found) == pytest.approx(0.89, abs=0.05)

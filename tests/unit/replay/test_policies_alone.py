@@ -1,5 +1,5 @@
-"""A policy can be taken out: its file or folder, and its lines in the registry. What is left can be
-imported, and every other policy plans and decides as before."""
+"""Each policy can be removed: its file or folder, and its lines in the registry. Everything else
+still imports, and all other policies decide as before."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ for name in POLICIES:
 
 
 def without(copy, name):
-    """Takes a policy out of a copy of the tree."""
+    """Remove a policy from a copy of the repository."""
     policies = copy / "orchestrator" / "policy"
     module = POLICIES[name].__module__.rpartition(".")[2]
     (policies / f"{module}.py").unlink(missing_ok=True)
@@ -55,7 +55,7 @@ def without(copy, name):
 
 
 @pytest.mark.parametrize("name", [each for each in POLICIES if each != BASELINE])
-def test_the_others_do_without_it(library, tmp_path, name):
+def test_other_policies_work_without_a_policy(library, tmp_path, name):
     leave_out = shutil.ignore_patterns("__pycache__", "lab")
     shutil.copytree(ROOT / "orchestrator", tmp_path / "orchestrator", ignore=leave_out)
     without(tmp_path, name)

@@ -1,8 +1,8 @@
-"""Virtual time against examples that were computed by hand; determinism; refusals.
+"""Simulated time compared with examples by hand, determinism, and refusals.
 
-One layer of one expert a token: gate and up take 4096 bytes, down 8192. At 4096 bytes a
-microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for each matrix, then
-6 for what lies between the experts and the next route event.
+One layer with one expert per token: gate and up have 4096 bytes, down 8192. At 4096 bytes per
+microsecond they take 1, 1 and 2 us. A token computes 12 us in a layer: 2 for each matrix, then 6
+for the work between the experts and the next route event.
 """
 
 from dataclasses import replace
@@ -40,17 +40,17 @@ def played(library, trace, speed, us, **more):
     return simulate(library, trace, made, speed, Compute(us, us))
 
 
-# Steps, the disk, us of computing a token; us of each step, us waited, hits.
+# (steps, (latency, threads), us per token; us of each step, us waited, hits).
 BY_HAND = {
-    # gate 0..11, up 11..22, down 22..34; computing ends at 13, 24, 36, and then 6.
+    # gate 0..11, up 11..22, down 22..34; computing ends at 13, 24, 36, then 6 more.
     "one thread": ([[[0]], [[0]]], (10, 1), 12.0, [42.0, 12.0], 11 + 9 + 10, 3),
-    # gate 0..11, up waits for the channel: 0..12, down 11..23; computing ends 13, 15, 25.
+    # gate 0..11, up waits for the channel: 0..12, down 11..23; computing ends at 13, 15, 25.
     "two threads overlap their latency": ([[[0]]], (10, 2), 12.0, [31.0], 11 + 8, 0),
-    # Without latency more threads gain nothing: 0..1, 1..2, 2..4; computing 3, 5, 7.
+    # Without latency, more threads gain nothing: 0..1, 1..2, 2..4; computing ends at 3, 5, 7.
     "bandwidth of one thread": ([[[0]]], (0, 1), 12.0, [13.0], 1, 0),
     "bandwidth is shared": ([[[0]]], (0, 3), 12.0, [13.0], 1, 0),
-    # Six reads from 0 on: gates done at 1, 2, ups at 3, 4, downs at 6, 8. In the second step 24 us
-    # for two experts: what is missing is there before the resident one is computed.
+    # Six reads from 0 on: gates done at 1, 2, ups at 3, 4, downs at 6, 8. The second step computes
+    # 24 us for two experts: the missing one arrives while the resident one is computed.
     "hits compute meanwhile": ([[[0, 1]], [[0, 2]]], (0, 1), 24.0, [25.0, 24.0], 1, 3),
 }
 
@@ -72,8 +72,8 @@ def test_a_read_is_counted(library):
 
 
 def test_a_policy_sees_which_matrices_are_missing(library):
-    """Gates are asked for ahead, and the second layer computes with them there and the rest not. An
-    expert is absent just where a matrix of it is missing."""
+    """Gates are prefetched, so the second layer sees experts with only the gate resident. An expert
+    is absent exactly if one of its matrices is missing."""
     trace = random_trace(np.random.default_rng(5), n_steps=30)
     made = over(trace, "firm", ALL // 4, prefetch="on", n_ahead=1, prefetch_kinds=1, agree="rank")
     policy, seen = made.policy, set[int]()
@@ -93,7 +93,8 @@ def test_a_policy_sees_which_matrices_are_missing(library):
 
 
 def test_prefetch_uses_the_idle_disk(library):
-    """Layer 0 is read 0..4, layer 1 then 4..8, long before its route event at 13."""
+    """A prefetch is read while the disk is idle: layer 0 at 0..4 us, and layer 1 at 4..8 us, long
+    before its route event at 13 us."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right])
@@ -109,21 +110,23 @@ def test_prefetch_uses_the_idle_disk(library):
 
 
 def test_a_late_prefetch_is_waited_for_and_no_hit(library):
-    """At a quarter of the speed layer 0 is read 0..16 and layer 1 from 16 on."""
+    """At a quarter of the speed, layer 0 is read at 0..16 us and layer 1 from 16 us on, so its
+    prefetch is late."""
     right = [np.array([[[5]]]), np.zeros((0, 1, 1))]
     ids = [np.array([[0]]), np.array([[5]])]
     trace = make_trace([(Phase.DECODE, ids)], [right])
     outcome = played(
         library, trace, Transport(BYTES_PER_S // 4, 0, 1), 24.0, policy="dymoe", n_ahead=1
     )
-    # layer 0 computes until 6, 10, 18 and layer 1 routes at 24; its prefetch is gate 16..20,
-    # up 20..24, down 24..32
+    # Layer 0 computes until 6, 10, 18, and layer 1 routes at 24. Its prefetch: gate 16..20, up
+    # 20..24, down 24..32.
     assert outcome.stats.hits[Phase.DECODE] == 2
     assert outcome.step_us.tolist() == [40.0]
 
 
 def test_layers_share_a_step_by_their_tokens(library):
-    """The last layer of a prompt sees one token of three: 36 us and 12, together 3 x 16."""
+    """The compute time of a step is divided by tokens. The last layer of a prompt gets one of three
+    tokens: 36 us and 12 us, together 3 x 16."""
     ids = [np.array([[0], [1], [2]]), np.array([[5]])]
     trace = make_trace([(Phase.PREFILL, ids)])
     outcome = played(library, trace, Transport(0, 0, 1), 16.0)
@@ -146,7 +149,8 @@ def test_a_skipped_expert_costs_nothing(library):
     st.integers(6, 20),
 )
 def test_every_invariant_holds_at_every_event(library, seed, disk, low, n_experts):
-    """Prefetches, promotions, skips and waves, with the store's own check in between."""
+    """The store's own check passes after each event, with prefetches, promotions, skips and
+    waves."""
     trace = random_trace(np.random.default_rng(seed))
     retention = 1.0 if low is None else 0.5
     made = over(trace, "dymoe", n_experts * 16384, low, disk[0], retention=retention, prefetch="on")
@@ -179,13 +183,14 @@ def test_every_invariant_holds_at_every_event(library, seed, disk, low, n_expert
 
 
 def test_events_compute_as_long_as_they_did(library):
-    """Recorded: 50 us of which 20 waiting, 70, and 900."""
+    """Replay uses the recorded time without waiting: events of 50 us with 20 us of waiting, 70 us
+    and 900 us."""
     trace = decode([[0]], [[0]], [[0]])
     trace.arrays["event_ns"][:] = 50_000, 70_000, 900_000
     trace.arrays["event_wait_us"][:] = 20, 0, 0
     experts_only = Compute(None, None, (0.0, 0.0))
     outcome = simulate(library, trace, planned(trace), Transport(0, 10, 1), experts_only)
-    # reads of 10 us, one after the other; only the first is not there in time
+    # Reads of 10 us, one at a time. Only the first is late.
     np.testing.assert_allclose(outcome.step_us, [40.0, 70.0, 900.0], atol=0.01)
     for dense in (0.0, 0.7, 1.0):
         time = Compute(None, None, (0.0, dense))
@@ -193,14 +198,14 @@ def test_events_compute_as_long_as_they_did(library):
         np.testing.assert_allclose(instant.step_us, [30.0, 70.0, 900.0], atol=0.01)
 
 
-def test_what_was_skipped_computed_nothing(library):
-    """A run that skips half of its experts, and its replay: the other half took the time."""
+def test_skipped_experts_have_no_compute_time(library):
+    """If the recorded run skipped half of its experts, the other half took the recorded time."""
     trace = decode([[0, 1]], [[0, 1]], policy="dymoe", rules=Rules(skip=True))
     trace.arrays["event_computed"][:] = 1
     made = over(trace, "dymoe", ALL, "skip", retention=0.5, n_ahead=0)
     outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(None, None))
     np.testing.assert_allclose(outcome.step_us, [100.0, 100.0], atol=0.01)
-    trace.arrays["event_computed"][:] = 0  # all of it was outside the experts
+    trace.arrays["event_computed"][:] = 0  # all recorded time was outside the experts
     outcome = simulate(library, trace, made, Transport(0, 0, 1), Compute(None, None))
     assert (outcome.step_us >= 100.0).all()
 
@@ -225,7 +230,7 @@ def test_report(library):
     for part in ("dymoe", "lru", "Belady", "bound", "recorded", "TPOT"):
         assert part in text
     for name in ("tpot_ms_p50", "tpot_ms_mean", "tpot_ms_p99"):
-        result["runs"]["lru"][name] = 123456789.0  # a disk as slow as a person may name one
+        result["runs"]["lru"][name] = 123456789.0  # as slow as a disk may be set by --bandwidth
     assert render(result).count(" 123457 s") == 3
 
 
@@ -258,14 +263,14 @@ def test_report(library):
         ),
     ],
 )
-def test_refused(library, options, error, said):
+def test_impossible_options_are_refused(library, options, error, said):
     trace = random_trace(np.random.default_rng(0))
     with pytest.raises(error) as caught:
         replay(library, trace, ReplayOptions(**options))
     assert said in str(caught.value)
 
 
-def test_no_bandwidth_anywhere(library):
+def test_an_unknown_bandwidth_is_refused(library):
     trace = random_trace(np.random.default_rng(0))
     unknown = replace(trace, header=replace(trace.header, read_bytes_per_s=0))
     with pytest.raises(ConfigError, match="such as --bandwidth 2GB"):

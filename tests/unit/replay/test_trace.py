@@ -1,4 +1,5 @@
-"""The trace file: what is written is read back, and anything else is one sentence."""
+"""The trace file: reading returns what was written, and any other file is refused in one
+sentence."""
 
 import io
 import json
@@ -18,7 +19,7 @@ from orchestrator.policy import policy_class
 
 
 def written(path, arrays, header):
-    """A file with these arrays, whatever they are."""
+    """Write a file with these arrays and this header, without checks."""
     raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
     np.savez_compressed(path, header=raw, **arrays)
     return path
@@ -125,7 +126,7 @@ def test_a_flipped_byte_is_an_error_or_does_no_harm(tmp_path):
         except TraceError as error:
             assert str(path) in str(error)
             refused += 1
-        else:  # in what a zip says about dates and the like
+        else:  # in zip fields without an effect, such as dates
             np.testing.assert_array_equal(found.arrays["ids"], trace.arrays["ids"])
     assert refused > 100
 
@@ -173,7 +174,8 @@ def test_the_name_of_the_model_is_shown_in_one_line(tmp_path):
 
 
 def test_the_version_before_is_read(tmp_path):
-    """What it has besides is left aside, whatever it is."""
+    """A trace of the previous version is read. Its additional arrays are ignored, whatever they
+    contain."""
     trace = random_trace(np.random.default_rng(0))
     arrays = trace.arrays | {name: np.zeros(3) for name in EARLIER}
     found = read_trace(written(tmp_path / "t.npz", arrays, header_of(trace) | {"version": 8}))
@@ -271,7 +273,7 @@ def test_wrong_arrays(tmp_path, change, said):
 def test_an_event_beyond_the_last_layer(tmp_path):
     trace = random_trace(np.random.default_rng(0))
     ahead = trace.arrays["event_ahead"].copy()
-    ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3; the sum stays
+    ahead[1], ahead[2] = 0, 1  # layers 1 and 2 of 3, with the same sum
     path = written(tmp_path / "t.npz", trace.arrays | {"event_ahead": ahead}, header_of(trace))
     with pytest.raises(TraceError, match="looks ahead beyond the last layer"):
         read_trace(path)
@@ -294,14 +296,14 @@ def test_a_file_that_would_unpack_to_far_more_is_refused(tmp_path):
         read_trace(path)
 
 
-def test_an_array_that_says_it_is_larger_is_refused(tmp_path):
+def test_an_array_with_a_wrong_size_is_refused(tmp_path):
     path = tmp_path / "t.npz"
     trace = random_trace(np.random.default_rng(0))
     buffer = io.BytesIO()
     np.save(buffer, trace.arrays["tokens"])
     shape = str(trace.arrays["tokens"].shape).encode()
-    told = buffer.getvalue().replace(shape, b"(999999999,)")
+    data = buffer.getvalue().replace(shape, b"(999999999,)")
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("header.npy", told)
+        archive.writestr("header.npy", data)
     with pytest.raises(TraceError, match=r"header\.npy does not have its declared size"):
         read_trace(path)

@@ -1,4 +1,4 @@
-"""Transitions in virtual time: the rate by hand, and dynaexq over a trace."""
+"""Transitions in simulated time: the rate by hand, and dynaexq on a trace."""
 
 import numpy as np
 import pytest
@@ -11,9 +11,9 @@ from orchestrator.lab.replay.simulate import Compute, Simulation, Transport, sim
 from orchestrator.native import Store
 from orchestrator.policy.dynaexq import DynaExq
 
-BYTES_PER_S = 4096 * 10**6  # a kind of 4096 bytes takes 1 us
+BYTES_PER_S = 4096 * 10**6  # a matrix of 4096 bytes takes 1 us
 US, MS = 1_000, 1_000_000
-ALL_LOW = 8 * 3 * 12288  # slots of the made-up model; all high takes a third more
+ALL_LOW = 8 * 3 * 12288  # low slots of the invented model; all experts in high take a third more
 
 
 def planned(trace, budget, **options):
@@ -21,8 +21,8 @@ def planned(trace, budget, **options):
 
 
 def test_the_rate_by_hand(library):
-    """4096 bytes a millisecond, in bursts of one part: up at 0, gate at 1 ms, down, of 8192
-    bytes, at 2 ms; published at the step boundary after that."""
+    """At 4096 bytes per millisecond, the up matrix is read at 0, gate at 1 ms, and down with 8192
+    bytes at 2 ms. The new version is used from the next step on."""
     made = planned(decode([[0], [0], [0]]), 2 * ALL_LOW, hot_experts=1)
     with Store.create(library, made.spec) as store:
         clock = Simulation(store)
@@ -72,7 +72,8 @@ def test_no_step_takes_longer_than_its_computing(library, share, seed, disk):
 
 
 def test_the_same_twice_and_never_sooner_on_a_slower_disk(library):
-    """What is learned depends on the trace alone; when it is published, on the disk too."""
+    """Learned hotness depends only on the trace. The time of promotions also depends on the
+    disk."""
     trace = random_trace(np.random.default_rng(4), n_steps=300)
     found = []
     for bandwidth in (10**9, 10**9, 2 * 10**7):
@@ -91,7 +92,8 @@ def test_the_same_twice_and_never_sooner_on_a_slower_disk(library):
 
 
 def test_a_new_topic(library):
-    """Two texts with disjoint experts: the hot set follows, and the share of high comes back."""
+    """After a change to a text with other experts, the hot set follows, and the share of high
+    recovers."""
     rng = np.random.default_rng(0)
 
     def text(first):
@@ -109,5 +111,5 @@ def test_a_new_topic(library):
         made = planned(trace, 2 * ALL_LOW, hot_experts=4, update_steps=8)
         outcome = simulate(library, trace, made, Transport(10**9, 50, 2), Compute(100.0, 100.0))
         shares.append(outcome.stats.routed[Phase.DECODE][0] / (len(steps) * 6))
-    assert shares[0] == 1.0  # the first four are high from the start
+    assert shares[0] == 1.0  # the first four experts are high from the start
     assert 0.85 < shares[1] < 1.0

@@ -1,4 +1,4 @@
-"""Traces without a model: made up, or random."""
+"""Traces without a model: given by hand or random."""
 
 from dataclasses import replace
 
@@ -38,8 +38,8 @@ HEADER = Header(
 
 
 def make_trace(steps, ahead=None, compute_us=100, expert_bytes=None, **changes):
-    """steps: (phase, ids [T, k] by layer); ahead: predictions [A, T, k] by step and layer;
-    compute_us: of a token."""
+    """Build a trace. steps: (phase, ids [T, k] for each layer). ahead: predictions [A, T, k] for
+    each step and layer. compute_us: compute time of a token."""
     sizes = (expert_bytes or EXPERT_BYTES, LOW_BYTES)
     n_layers, k = len(steps[0][1]), steps[0][1][0].shape[1]
     header = replace(HEADER, layer_ids=tuple(range(n_layers)), n_expert_used=k, **changes)
@@ -100,15 +100,15 @@ def make_trace(steps, ahead=None, compute_us=100, expert_bytes=None, **changes):
 
 
 def decode(*steps, **changes):
-    """One token a step: the experts of each layer."""
+    """Trace with one token per step. steps: the experts of each layer."""
     return make_trace(
         [(Phase.DECODE, [np.array([ids]) for ids in layers]) for layers in steps], **changes
     )
 
 
 def random_trace(rng, n_steps=12, n_layers=3, n_expert=8, k=2):
-    """A prompt of a few tokens, then decode steps; skewed, so that a cache has something to
-    gain; with a look-ahead that is right half of the time."""
+    """A prompt of three tokens, then decode steps. Usage is skewed, so a cache has hits, and half
+    of the predictions are right."""
     odds = rng.dirichlet(np.full(n_expert, 0.5)) + 0.01
     odds /= odds.sum()
 
@@ -131,7 +131,7 @@ def random_trace(rng, n_steps=12, n_layers=3, n_expert=8, k=2):
 
 
 def over(trace, policy, budget, low=None, threads=1, **settings):
-    """A policy over a trace, in q4_k and maybe a lower tier, or "skip"."""
+    """A policy set up for a trace, in q4_k and optionally a lower tier or "skip"."""
     made = policy_class(policy)
     tiers = (0,) if low in (None, "skip") else (0, trace.tier_index(str(low)))
     rules = Rules(skip=low == "skip")

@@ -1,4 +1,4 @@
-"""Asking an ASGI application without a socket."""
+"""Requests to an ASGI application without a socket."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("starlette", reason="starlette is missing: run `make build`")
 
 
-# Only what hangs takes so long.
+# Timeout in seconds. Only a deadlock takes this long.
 HANG_S = 120.0
 SAID = [{"role": "user", "content": "a"}]
 
@@ -30,10 +30,10 @@ class Reply:
 
 
 class Client:
-    """One request to an application; leave makes the client go away."""
+    """One request to an application. `leave` disconnects the client."""
 
     def __init__(self, app, method, path, body, head=None, **headers):
-        """head: header fields as they are, in the place of those by name."""
+        """head: raw header fields, instead of those given by name."""
         fields = {"host": "localhost:8080", **{k.replace("_", "-"): v for k, v in headers.items()}}
         self._app = app
         self._scope = {"type": "http", "method": method, "path": path, "query_string": b""}
@@ -65,12 +65,12 @@ class Client:
 
 
 def body_of(data):
-    """A body as it is, or what is sent as JSON."""
+    """Return bytes unchanged, and other data as JSON."""
     return data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
 
 
 def ask(app, path, data=None, method="", **headers):
-    """One request from its start to its end."""
+    """Send one request and return its whole reply."""
     method = method or ("GET" if data is None else "POST")
 
     async def once():
@@ -80,7 +80,7 @@ def ask(app, path, data=None, method="", **headers):
 
 
 def in_a_loop(line):
-    """A test of what only an event loop has."""
+    """Decorator: run a test in an event loop."""
 
     @wraps(line)
     def run(*args, **more):
@@ -90,7 +90,7 @@ def in_a_loop(line):
 
 
 def at_once(app, path, *asked):
-    """The answers to several requests at once."""
+    """Return the JSON replies of several requests that are sent at once."""
 
     async def all_of():
         replies = [begun(app, path, each)[1] for each in asked]
@@ -100,12 +100,12 @@ def at_once(app, path, *asked):
 
 
 async def end_of(task):
-    """What comes of it, in time."""
+    """Return the task's result, or fail after HANG_S."""
     return await asyncio.wait_for(task, HANG_S)
 
 
 async def until(is_so):
-    """Waits until something is so."""
+    """Wait until the condition `is_so` is true, or fail after HANG_S."""
 
     async def come():
         while not is_so():
@@ -115,6 +115,6 @@ async def until(is_so):
 
 
 def begun(app, path, data, kind=Client):
-    """A POST that goes on: its client, and what comes of it. In an event loop."""
+    """Start a POST request and return its client and its task. Needs a running event loop."""
     client = kind(app, "POST", path, body_of(data))
     return client, asyncio.create_task(client.run())

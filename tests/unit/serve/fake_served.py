@@ -1,4 +1,4 @@
-"""A model that is none: its answers are written beforehand."""
+"""A model replaced by prepared answers."""
 
 import os
 from collections import deque
@@ -20,8 +20,11 @@ from orchestrator.serve.state import State
 
 @dataclass
 class FakeRequest:
-    """A native request whose answer is written beforehand. hold: its first part waits for it;
-    pause: the last one does. Parts are taken one by one, or those that are there at once."""
+    """A native request with a prepared answer.
+
+    hold: event that the first part waits for. pause: event that the last part waits for. at_once:
+    `take` returns all available parts, and not one at a time.
+    """
 
     status: int
     is_stream: bool
@@ -78,7 +81,7 @@ class FakeRequest:
 
 
 class FakeAnswer(Answer):
-    """An answer whose request may give its parts one by one, the last ones after its end."""
+    """An answer whose parts may still be taken one at a time after its end."""
 
     def __init__(self, request, *others):
         self._parts = request
@@ -90,7 +93,8 @@ class FakeAnswer(Answer):
 
 
 class FakeServed:
-    """A model, and a runtime that gives out requests in turn and remembers what it was asked."""
+    """A model and runtime that hand out prepared requests in order and record the
+    requests."""
 
     max_tokens, parallel, most_scored = None, 1, 16384
     most_body_bytes, body_factor = 2**17, BODY_FACTOR
@@ -132,7 +136,7 @@ class FakeServed:
         )
 
     def count_tokens(self, text):
-        """Of prose."""
+        """(number of tokens, characters of the longest word), as for English text."""
         return len(text) // 4, 12
 
     def fault(self):
@@ -142,7 +146,7 @@ class FakeServed:
         self.notes.append(sentence)
 
     def stats(self):
-        return Stats("managed", device_bytes=3)
+        return Stats("managed", device_bytes=3, policy={})
 
     def settings_for(self, changes):
         if "bad" in changes:
@@ -154,7 +158,7 @@ class FakeServed:
 
 
 def whole(answer=b"{}", status=200, **more):
-    """A request with an answer that comes at once."""
+    """A request whose answer comes in one part."""
     return FakeRequest(status, False, [answer], **more)
 
 
@@ -169,26 +173,26 @@ def state_with(served, **settings):
 
 
 def quiet(_line):
-    """A log that keeps nothing."""
+    """A log that discards its lines."""
 
 
 def app_for(served, **settings):
-    """The application that answers with such a model."""
+    """The application for this model."""
     return application(state_with(served, **settings), quiet)
 
 
 def served_by(served, **settings):
-    """Such an application, and what it keeps."""
+    """The application for this model, with its state."""
     state = state_with(served, **settings)
     return state, application(state, quiet)
 
 
 def reply_of(request, path, data):
-    """What a client gets of one answer of llama.cpp's."""
+    """The reply to a client if llama.cpp gives this answer."""
     return ask(app_for(FakeServed(request)), path, data)
 
 
 def assert_refused(app, path, data, says, status=400):
-    """A sentence, and a status in the place of an answer."""
+    """Assert that the request is refused with this status and a message that contains `says`."""
     reply = ask(app, path, data)
     assert reply.status == status and says in reply.json()["error"]["message"], reply.body

@@ -1,4 +1,4 @@
-"""The demo model in this process, as a server has it."""
+"""The demo model, served in this process."""
 
 from contextlib import contextmanager
 
@@ -21,7 +21,7 @@ def served_with(config, parallel=1):
 
 
 def app_of(served):
-    """The application that answers with it."""
+    """The application for the demo model."""
     state = state_with(served, parallel=served.parallel)
     state.gate.open(served.about.n_cells)
     return application(state, quiet)

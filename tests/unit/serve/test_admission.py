@@ -1,5 +1,4 @@
-"""The line before the model: order, bounds, places that come back; and bodies, which together
-are as long as there is room for."""
+"""The queue before the model (order, limits, freed places) and the memory for request bodies."""
 
 import asyncio
 import re
@@ -35,14 +34,14 @@ LONG = body_of({"prompt": "a" * 100_000})
 
 
 class Halted(Client):
-    """Sends a head, and of its body what it is given."""
+    """A client that sends its headers and only parts of its body."""
 
     def sends(self, part):
         self._incoming = [{"type": "http.request", "body": part, "more_body": True}]
 
 
-def test_who_says_much_and_sends_nothing_holds_nobody_up():
-    """Place is taken by bytes that are here."""
+def test_memory_for_bodies_is_counted_by_received_bytes():
+    """40 clients that announce large bodies and send one byte each do not block another request."""
     state, app = served_by(FakeServed(whole()))
 
     async def run():
@@ -66,20 +65,20 @@ def test_who_says_much_and_sends_nothing_holds_nobody_up():
 
 
 @in_a_loop
-async def test_requests_that_wait_count_once_and_hold_no_other_path_up():
-    """Before, two long ones took all that there was for any request."""
+async def test_waiting_requests_do_not_block_other_paths():
+    """Six long requests do not block a short one on another path."""
     go_on = threading.Event()
     state, app = served_by(FakeServed(whole(hold=go_on), *(whole() for _ in range(7))))
     replies = [begun(app, COMPLETIONS, LONG)[1] for _ in range(6)]
     await until(lambda: state.gate.waiting == 5)
-    assert state.bodies.kept_bytes == 5 * len(LONG)  # the one that runs is the gate's
+    assert state.bodies.kept_bytes == 5 * len(LONG)  # the running request is counted by the gate
     quick = await begun(app, "/tokenize", {"content": "a"})[1]
     go_on.set()
     assert [quick.status, *[(await reply).status for reply in replies]] == [200] * 7
     assert state.bodies.kept_bytes == 0
 
 
-def test_a_body_without_room_is_refused_at_once():
+def test_a_body_beyond_the_memory_is_refused_at_once():
     state, app = served_by(FakeServed(whole()))
     state.bodies.kept_bytes += KEPT * 2**17 - 10
     reply = ask(app, COMPLETIONS, {"prompt": "a" * 20})
@@ -87,12 +86,13 @@ def test_a_body_without_room_is_refused_at_once():
     assert "try again later" in reply.json()["error"]["message"]
     assert state.bodies.refused == 1
     state.bodies.kept_bytes -= KEPT * 2**17 - 10
-    assert state.bodies.kept_bytes == 0  # the refused one holds nothing
+    assert state.bodies.kept_bytes == 0  # the refused request holds no memory
     assert ask(app, COMPLETIONS, {"prompt": "a" * 20}).status == 200
 
 
-def test_each_request_gives_its_room_back():
-    """Also one that is refused, one that is longer when it is written anew, and one that leaves."""
+def test_each_request_frees_its_memory():
+    """Memory is also freed by requests that are refused, that grow when rewritten, and whose client
+    leaves."""
     state, app = served_by(FakeServed(*(whole() for _ in range(20))))
 
     async def run():
@@ -109,8 +109,9 @@ def test_each_request_gives_its_room_back():
 
 
 @in_a_loop
-async def test_one_thread_at_a_time_works_with_a_body_to_its_end():
-    """Who leaves takes its place along only when the work has ended."""
+async def test_one_thread_at_a_time_works_with_bodies():
+    """If a client leaves while a thread works with its body, the memory is freed only after the
+    work has ended."""
     at_work, go_on = threading.Event(), threading.Event()
 
     def work():
@@ -148,7 +149,7 @@ async def test_clients_take_turns_at_the_thread_that_works_with_bodies():
 
 
 def sent(app, path, data, address):
-    """A request from an address, which goes on."""
+    """Start a request from this address and return its task."""
     client = Client(app, "POST", path, body_of(data))
     client._scope["client"] = (address, 1)
     return asyncio.create_task(client.run())
@@ -166,7 +167,7 @@ async def test_one_client_cannot_take_all_the_memory_for_bodies():
         await until(lambda: gate.running + gate.waiting + bodies.refused > before)
         return reply
 
-    greedy = [await arrived("127.0.0.1") for _ in range(12)]  # all but the first one wait
+    greedy = [await arrived("127.0.0.1") for _ in range(12)]  # the first runs, the others wait
     assert state.bodies.refused == 4 and state.bodies.kept_bytes == 7 * len(LONG)
     other = await arrived("127.0.0.2")
     assert state.bodies.refused == 4
@@ -178,7 +179,7 @@ async def test_one_client_cannot_take_all_the_memory_for_bodies():
 
 @in_a_loop
 async def test_a_client_that_leaves_takes_its_waiting_body_along():
-    """Its body is never looked at, and what is asked for it ends."""
+    """The body of a client that left is not parsed, and its running call is cancelled."""
     holding = whole(hold=threading.Event())
     state, app = served_by(FakeServed(holding, whole()))
     first, reply = begun(app, "/tokenize", {"content": "a"})
@@ -206,39 +207,40 @@ def said(text):
 
 
 def tool(n):
-    """Of n properties with names of 240 letters."""
+    """A tool with n properties, each with a name of 240 letters."""
     names = {"a" * 237 + f"{at:03}": {"type": "string"} for at in range(n)}
     return {"type": "function", "function": {"name": "f", "parameters": {"properties": names}}}
 
 
 @cases(
     "path, data, chars_a_token, word, says",
-    # Whatever a short text is, and prose and code at the limit.
+    # Accepted: any short text, and prose or code up to the limit.
     (COMPLETIONS, {"prompt": "a" * (LIMIT // 4)}, 1, LIMIT // 4, None),
     (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 4.2, 12, None),
     (CHAT, said("a" * (LIMIT - 100)), 3, 80, None),
     (COUNT, said("a" * (LIMIT - 100)), 2.7, 80, None),
     ("/tokenize", {"content": "a" * 64_000}, 1, 1, None),
     ("/tokenize", {"content": "a" * HALF}, 1000, HALF, None),
-    # More tokens or a longer word than is held for them.
+    # Refused: more tokens or a longer word than memory is reserved for.
     ("/tokenize", {"content": "a" * (LIMIT - 100)}, 2, 1, NEEDS + "152KiB"),
     ("/tokenize", {"content": "a" * 70_000}, 1000, 70_000, NEEDS + "131KiB"),
     (COMPLETIONS, {"prompt": "a" * HALF}, 1000, 200 * HALF, NEEDS),
     (COMPLETIONS, {"prompt": "a" * (LIMIT - 100)}, 2, 1, BEYOND),
     (CHAT, said("a" * (LIMIT - 100)), 2, 1, BEYOND),
-    # None of them is one prompt that decodes.
+    # In these requests the text is not a single prompt that is decoded.
     (COMPLETIONS, {"prompt": ["a" * 2000] * 64}, 2, 1, NEEDS),
     (TEMPLATE, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
     (COUNT, said("a" * (LIMIT - 100)), 2, 1, NEEDS),
     ("/infill", {"input_prefix": "a" * HALF, "input_suffix": "a" * 60_000}, 2, 1, NEEDS),
     (CHAT, {**said("a"), "stop": "a" * (LIMIT - 100)}, 2, 1, NEEDS),
-    # Templates write the names of properties, too.
+    # Chat templates write the names of properties, so these count too.
     (CHAT, {**said("a"), "tools": [tool(480)]}, 2, 1, BEYOND),
 )
-def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
+def test_texts_that_need_more_memory_than_reserved_are_refused(
     path, data, chars_a_token, word, says
 ):
-    """Where each character is a token it took 130 times its length, and one long word 160 times."""
+    """If every character is a token, tokenizing takes 130 times the length of the text, and a
+    single long word takes 160 times."""
     served = FakeServed(whole())
     served.count_tokens = lambda text: (int(len(text) / chars_a_token), word)
     reply = ask(app_for(served), path, data)
@@ -251,22 +253,22 @@ def test_a_text_that_would_take_more_than_is_held_for_a_body_is_refused(
     ("gpt2", "qwen2", "one four, three", 5),
     ("gpt2", "qwen2", "snake_case_name", 5),
     ("gpt2", "qwen2", "a" + "_-" * 50, 100),
-    ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # bytes
-    ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # marks are on a letter
+    ("gpt2", "qwen2", "das Übergrößenmaß", 17),  # in bytes
+    ("gpt2", "qwen2", "a\u0301\u0302" * 20, 100),  # combining marks belong to a letter
     ("gpt2", "qwen2", "", 0),
     ("gpt2", "exaone-moe", "words joined by spaces. And more\nthan this", 22),
     ("gpt2", "deepseek-llm", "words joined by spaces. And more\nthan this", 22),
     ("gpt2", "sarvam-moe", "é é é é\na line", 7),
     ("gemma4", "", "é é é é, and\na line", 12),
 )
-def test_the_longest_part_in_which_merges_are_looked_for(kind, cut, text, longest):
+def test_the_longest_word_of_a_tokenizer(kind, cut, text, longest):
     words = Words(kind, cut)
     assert not words.is_whole and words.longest(text) == longest
     assert all(Words(each, "default").is_whole for each in ("llama", "t5", "rwkv", ""))
 
 
 class Searched:
-    """A pattern that keeps the lengths of the texts that it is searched in."""
+    """A pattern that records the lengths of the texts in which it searches."""
 
     def __init__(self, pattern, lengths):
         self._pattern, self._lengths = pattern, lengths
@@ -277,7 +279,8 @@ class Searched:
 
 
 def test_a_long_word_is_found_across_the_pieces_that_are_searched():
-    """One search lets no other thread run, so it gets a short text."""
+    """A search blocks all other threads, so it gets at most PIECE_CHARS characters. A word that is
+    longer is found across the pieces."""
     words, lengths = Words("gpt2", "default"), []
     words._patterns = [Searched(each, lengths) for each in words._patterns]
     for text in ("a" * 50_000, " " * 50_000, "." * 8000 + "b" * 20_001 + " c"):
@@ -287,12 +290,12 @@ def test_a_long_word_is_found_across_the_pieces_that_are_searched():
     assert Words("gemma4", "").longest("x" * 9000 + "\n" * 9000) == 9000
 
 
-def test_the_plan_counts_them():
+def test_the_plan_includes_memory_for_bodies_and_answers():
     config = Config.build(model="a.gguf")
 
     def planned(parallel, longest, kind="gpt2"):
         settings = ServeSettings(parallel=parallel, body_limit=longest)
-        return answering(config, settings, Words(kind, ""), "").config(config).beside
+        return answering(config, settings, Words(kind, ""), "").request(config).needs.beside
 
     one, longer = planned(1, 1000), planned(1, 2000)
     more, joined = planned(4, 1000), planned(1, 1000, "llama")
@@ -306,7 +309,7 @@ def test_the_plan_counts_them():
 
 
 @in_a_loop
-async def test_requests_run_in_their_order_and_the_rest_waits():
+async def test_requests_run_in_order():
     gate = Gate(places=2, queue=2)
     tickets = [gate.join() for _ in range(4)]
     assert [each.turn.done() for each in tickets] == [True, True, False, False]
@@ -330,7 +333,8 @@ async def test_clients_take_turns_and_none_can_fill_the_queue():
         gate.join(client="a")
     other = gate.join(client="b")
     with pytest.raises(Refusal, match="too many"):
-        await tickets.pop().turn  # the last request of the client with the most gave way
+        # the last request of the client with the most requests was refused
+        await tickets.pop().turn
     assert (gate.running, gate.waiting, gate.refused) == (1, 4, 2)
     order, waiting = [], [*tickets, other]
     while waiting:
@@ -340,16 +344,17 @@ async def test_clients_take_turns_and_none_can_fill_the_queue():
         waiting.remove(running)
         if running is other:
             waiting.append(gate.join(client="c"))
-    assert order == ["a", "a", "b", "a", "a", "c"]  # c came when a's last request already waited
+    # c arrived when a's last request was already waiting
+    assert order == ["a", "a", "b", "a", "a", "c"]
     assert gate.is_empty
 
 
 @in_a_loop
-async def test_who_leaves_the_line_lets_the_next_one_pass():
+async def test_leaving_the_queue_lets_the_next_request_run():
     gate = Gate(places=2, queue=4)
     first = gate.join()
     wide, narrow = gate.join(2), gate.join(1)
-    assert not wide.turn.done() and not narrow.turn.done()  # nobody overtakes
+    assert not wide.turn.done() and not narrow.turn.done()  # no request overtakes another
     gate.leave(wide)
     assert wide.turn.cancelled() and narrow.turn.done()
     gate.leave(first)
@@ -359,16 +364,16 @@ async def test_who_leaves_the_line_lets_the_next_one_pass():
 
 
 @in_a_loop
-async def test_who_would_wait_behind_a_wide_request_counts_as_waiting():
+async def test_a_request_after_a_wide_one_counts_as_waiting():
     gate = Gate(places=2, queue=1)
     gate.join()
     gate.join(2)
     with pytest.raises(Refusal):
-        gate.join()  # a place is free, and it would have to overtake
+        gate.join()  # a place is free, but the request would have to overtake
 
 
 @in_a_loop
-async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
+async def test_a_queue_of_zero_refuses_only_requests_that_would_wait():
     gate = Gate(places=1, queue=0)
     ticket = gate.join()
     with pytest.raises(Refusal):
@@ -380,23 +385,23 @@ async def test_an_empty_queue_refuses_only_who_would_have_to_wait():
 
 
 @in_a_loop
-async def test_requests_share_the_context_by_what_they_may_take():
+async def test_requests_share_the_context_by_their_maximum_length():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     long, short = gate.join(cells=700), gate.join(cells=300)
-    waits, behind = gate.join(cells=301), gate.join(cells=0)
-    assert [each.turn.done() for each in (long, short, waits, behind)] == [True, True, False, False]
+    waits, after = gate.join(cells=301), gate.join(cells=0)
+    assert [each.turn.done() for each in (long, short, waits, after)] == [True, True, False, False]
     gate.leave(short)
     assert not waits.turn.done()
     gate.leave(long)
-    assert waits.turn.done() and behind.turn.done()
+    assert waits.turn.done() and after.turn.done()
     gate.leave(waits)
-    gate.leave(behind)
-    assert gate.join(cells=5000).turn.done()  # alone: there is nobody to wait for
+    gate.leave(after)
+    assert gate.join(cells=5000).turn.done()  # a request that runs alone may exceed the context
 
 
 @in_a_loop
-async def test_a_request_takes_what_its_sequence_still_holds():
+async def test_cells_held_by_the_sequence_count_for_its_request():
     gate = Gate(places=4, queue=4)
     gate.open(1000)
     first, second = gate.join(cells=400), gate.join(cells=100)
@@ -406,13 +411,13 @@ async def test_a_request_takes_what_its_sequence_still_holds():
     assert gate.widen(first, 900)
 
 
-def test_what_nobody_reads_is_bounded_and_the_oldest_goes_first():
+def test_unread_answers_are_limited_and_the_oldest_is_dropped():
     gone = []
     unread = UnreadAnswers(100)
     for name, n_bytes in (("a", 60), ("b", 40), ("c", 50), ("d", 300)):
         unread.keep(name, n_bytes, partial(gone.append, name))
         assert unread.n_bytes <= 100 or name == "d"
-    assert gone == ["a", "b", "c"] and unread.n_bytes == 300  # the last one stays
+    assert gone == ["a", "b", "c"] and unread.n_bytes == 300  # the last answer is kept
     for name in ("a", "d", "d"):
         unread.leave(name)
     assert unread.n_bytes == 0

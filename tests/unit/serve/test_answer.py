@@ -1,4 +1,4 @@
-"""One request on its way: parts, costs, silences, errors, and clients that leave."""
+"""One request: parts of its answer, costs, keep-alive comments, errors, and clients that leave."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from orchestrator.serve import answer
 from orchestrator.serve import state as state_module
 from orchestrator.serve.wire import progress_of, with_progress
 
-# What each path needs, and leaves out of the others' where it has no use for it.
+# Fields for all paths. Each path ignores those of the others.
 ASK = {"messages": SAID, "input": "a", "input_prefix": "a", "input_suffix": "b"}
 STREAM = {**ASK, "stream": True}
 PART, FINAL = b"data: {}\n\n", b'data: {"choices": [], "timings": {"predicted_n": 3}}\n\n'
@@ -52,31 +52,31 @@ def progress(processed):
     (PART, 40.7, None),
     (b"event: message_start\n" + progress(20), 40.7, None),
 )
-def test_a_report_is_repeated_with_what_was_read_since(events, done, sent):
+def test_progress_is_repeated_with_the_part_read_since(events, done, sent):
     found = progress_of(events)
     assert (with_progress(found, done) if found else None) == sent
 
 
 @in_a_loop
 async def test_a_stream_reports_how_much_of_one_step_is_read(monkeypatch):
-    """Not while several requests share the step."""
+    """Progress within a step is reported, but not while several requests share the step."""
     monkeypatch.setattr(answer, "PROGRESS_S", 0.01)
     monkeypatch.setattr(answer, "PING_S", 0.05)
-    pause, beside = Event(), Event()
-    reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=beside)]
+    pause, other_pause = Event(), Event()
+    reads = [streaming(progress(20), FINAL, pause=pause), streaming(PART, FINAL, pause=other_pause)]
     _, app = served_by(FakeServed(*reads), parallel=2)
     client, task = begun(app, CHAT, {**STREAM, "return_progress": True})
     await until(lambda: progress(60) in client.reply.parts)
     other, other_task = begun(app, CHAT, STREAM)
     await until(lambda: other.reply.parts and answer.PING in client.reply.parts)
     pause.set()
-    beside.set()
+    other_pause.set()
     assert b'"hit_rate"' in (await end_of(task)).body
     await end_of(other_task)
     assert client.reply.parts[0] == progress(20)
 
 
-def test_a_stream_comes_in_parts_and_its_last_one_has_the_costs():
+def test_the_last_event_of_a_stream_has_the_costs():
     reply = reply_of(request := streaming(PART, FINAL, event(b"[DONE]")), CHAT, STREAM)
     assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream"
     assert [reply.parts[0], reply.parts[2]] == [PART, event(b"[DONE]")]
@@ -94,7 +94,7 @@ QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
     "path, data, made, sent",
     (CHAT, ASK, {"timings": {}}, WITH_OURS),
     (CHAT, ASK, {"content": "fjord ø", "timings": {}}, {"content": "fjord ø", **WITH_OURS}),
-    # Answers without figures of llama.cpp's.
+    # Answers to which llama.cpp adds no timings.
     (RESPONSES, ASK, {"output": []}, {"output": [], **WITH_OURS}),
     (MESSAGES, ASK, {"content": []}, {"content": [], **WITH_OURS}),
     (
@@ -102,17 +102,18 @@ QUOTED, FIELDS = '"timings":{', {"prompt": "a", "response_fields": ["content"]}
         [{"timings": {"predicted_n": 1}}, {"timings": {}}],
         [{"timings": {"predicted_n": 1, **OURS}}, WITH_OURS],
     ),
-    # They are put into an answer that is not parsed, whose text may say what they are called.
+    # Costs are inserted into the text of an answer without parsing it, even if its content contains
+    # the word "timings".
     (
         *(CHAT, ASK),
         {"content": QUOTED, "timings": {"n": 1}, "list": [{"timings": {}}]},
         {"content": QUOTED, "timings": {"n": 1, **OURS}, "list": [WITH_OURS]},
     ),
     (MESSAGES, ASK, {"content": WITHIN}, {"content": WITHIN, **WITH_OURS}),
-    # Who wants some fields alone gets no others.
+    # If the request names the response fields, no others are added.
     (NATIVE, FIELDS, {"content": "timings"}, {"content": "timings"}),
 )
-def test_an_answer_at_once_has_the_costs_too(path, data, made, sent):
+def test_a_whole_answer_has_the_costs(path, data, made, sent):
     written = json.dumps(made, ensure_ascii=False).encode()
     reply = reply_of(whole(written), path, data)
     assert reply.headers["content-type"].startswith("application/json")
@@ -131,7 +132,7 @@ def test_a_stream_of_anthropics_has_the_costs_in_its_summary():
 
 
 class Exhausted(FakeRequest):
-    """A native request that ends before its end."""
+    """A native request that fails after its last part."""
 
     def run(self, ready=-1):
         super().run(ready)
@@ -144,7 +145,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
 @cases(
     "made, status, code, says",
     (whole(TOO_LONG, 400), 400, None, "too long"),
-    # What the model cannot do is no failure of the server.
+    # If the model cannot serve the request, the status is 400 and not 501.
     (whole(b'{"error": {"code": 501, "message": "no gaps"}}', 501), 400, 400, "no gaps"),
     (whole(FAILED, 500), 500, 500, "the disk is gone"),
     (streaming(PART, event(FAILED)), 200, 500, "the disk is gone"),
@@ -153,7 +154,7 @@ TOO_LONG = b'{"error": {"message": "too long"}}'
     (Exhausted(200, False, []), 500, 500, "too little memory"),
     (Exhausted(200, True, [PART]), 200, 500, "too little memory"),
 )
-def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code, says):
+def test_failures_are_a_status_or_the_last_event(made, status, code, says):
     reply = reply_of(made, CHAT, STREAM if status in (200, 400) else ASK)
     assert reply.status == status
     if status == 200:
@@ -162,7 +163,7 @@ def test_what_fails_is_said_as_a_status_or_as_the_last_event(made, status, code,
     assert says in error["message"] and error.get("code") == code
 
 
-def test_events_of_several_prompts_that_say_nothing_are_left_out():
+def test_empty_events_of_several_prompts_are_left_out():
     reply = reply_of(streaming(PART, b"data: null\n\n", PART + b"data: null\n\n"), CHAT, STREAM)
     assert reply.body.count(PART) == 2 and b"null" not in reply.body.replace(PART, b"")
 
@@ -175,7 +176,7 @@ def test_events_of_several_prompts_that_say_nothing_are_left_out():
         (streaming(PART), STREAM),
     ],
 )
-def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
+def test_an_answer_cut_by_shutdown_is_an_error(made, data):
     state, app = served_by(FakeServed(made))
     made.hold = Event()
 
@@ -197,7 +198,7 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_no_answer(made, data):
     ("/metrics", None, b"", 200),
     ("/v1/models", None, b"", 200),
 )
-def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data, answer, status):
+def test_a_short_answer_cut_by_shutdown_is_an_error(path, data, answer, status):
     state, app = served_by(FakeServed(whole(answer, status, hold=Event())))
 
     async def run():
@@ -212,8 +213,9 @@ def test_a_quick_answer_that_the_end_of_the_server_cuts_is_no_answer(path, data,
     assert reply.status == 503 and b"the server is shutting down" in reply.body
 
 
-def test_what_came_before_a_step_failed_is_sent():
-    """Several parts come at once where tokens are fast. A model may speak of an error."""
+def test_parts_before_a_failed_step_are_sent():
+    """If tokens are fast, one read has several parts. An error text in the model's answer is not an
+    error."""
     said = event(b'{"content": "Compute error."}')
     request = streaming(said, event(FAILED), event(b"[DONE]"), at_once=True)
     request.run()
@@ -222,7 +224,7 @@ def test_what_came_before_a_step_failed_is_sent():
     assert b"the disk is gone" in reply.parts[1] and len(reply.parts) == 2
 
 
-def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
+def test_parts_before_a_failed_step_have_their_form_and_costs():
     said = {"index": 0, "text": "a", "logprobs": {"content": []}}
     first = json.dumps({"choices": [said], "timings": {}}).encode()
     request = streaming(event(first), event(FAILED), at_once=True)
@@ -235,12 +237,13 @@ def test_what_came_before_a_step_failed_has_its_form_and_its_costs():
 
 @pytest.fixture
 def pings(monkeypatch):
-    """Comments after a moment of silence."""
+    """Keep-alive comments after 20 ms of silence."""
     monkeypatch.setattr(answer, "PING_S", 0.02)
 
 
 async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
-    """A stream whose request goes on, to its end, once the parts that have come are enough."""
+    """Run a stream to its end. goes_on: event that is set as soon as `enough` accepts the parts
+    received."""
     client, running = begun(app, path, data)
     await until(lambda: enough(client.reply.parts))
     goes_on.set()
@@ -249,13 +252,14 @@ async def streamed(app, goes_on, path=CHAT, data=STREAM, enough=bool):
 
 @pytest.mark.parametrize(("path", "named"), [(CHAT, b""), ("/v1/messages", b"event: error\n")])
 def test_a_silent_stream_is_kept_alive_before_its_prompt_is_read(pings, path, named):
-    """Anthropic's clients know an error by its event's name."""
+    """A waiting stream gets comments. An error after them is an event, with a name in Anthropic's
+    form."""
     hold, other = Event(), Event()
     served = FakeServed(whole(b'{"error": {}}', 400, hold=hold), whole(FAILED, 500, hold=other))
     app = app_for(served)
     reply = asyncio.run(streamed(app, hold, path))
     assert reply.status == 200 and reply.parts[0].startswith(b":")
-    # An error that comes after the comments is an event, not a status.
+    # After keep-alive comments an error is an event, because the status has been sent.
     outer = b'"type": "error", ' if named else b""
     assert reply.parts[-1] == named + b"data: {" + outer + b'"error": {}}\n\n'
     failed = asyncio.run(streamed(app, other, path)).parts[-1]
@@ -278,10 +282,9 @@ def tokenized(tokens):
     (COMPLETIONS, {"prompt": "a"}, tokenized),
 )
 @in_a_loop
-async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
-    pings, path, data, count_of
-):
-    """Also where its turn comes so late that comments go out before."""
+async def test_prompts_that_are_too_long_are_refused_before_the_stream(pings, path, data, count_of):
+    """A prompt that is too long gets status 400 although the request would have to wait. A prompt
+    that fits waits with keep-alive comments and is answered."""
     hold = Event()
     counts = [whole(count_of(n)) for n in (512, 511)]
     unread = [whole(b'{"error": {"message": "no such role"}}', 400)] * ("messages" in data)
@@ -293,7 +296,8 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     long = await end_of(begun(app, path, asked)[1])
     error = long.json()["error"]
     assert long.status == 400 and error["type"] == "exceed_context_size_error"
-    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)  # as upstream says it
+    # the names of upstream's fields
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (512, 512)
     assert "512" in error["message"]
     for _ in unread:
         odd = await end_of(begun(app, path, asked)[1])
@@ -303,11 +307,11 @@ async def test_what_cannot_be_answered_is_refused_before_its_stream_begins(
     assert b"hit_rate" in short.parts[-1]
     await running
     assert counts[0].closed and counts[1].closed
-    assert len(served.asked) == 4 + len(unread)  # each is counted once
+    assert len(served.asked) == 4 + len(unread)  # each prompt is counted once
 
 
 @in_a_loop
-async def test_nobody_waits_for_ever_and_the_line_is_bounded():
+async def test_waiting_has_a_timeout_and_the_queue_a_limit():
     holds = [whole(hold=Event()) for _ in range(3)]
     state, app = served_by(FakeServed(*holds), queue=1, timeout=1)
     replies = await asyncio.gather(*(begun(app, CHAT, ASK)[1] for _ in range(3)))
@@ -318,7 +322,7 @@ async def test_nobody_waits_for_ever_and_the_line_is_bounded():
 
 @pytest.mark.parametrize("leaving", [0, 2])
 def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
-    """It gives its place back; one that leaves the line lets nobody in."""
+    """The place of a running request is freed. A client that leaves the queue frees none."""
     hold = Event()
     served = FakeServed(whole(hold=hold), whole(), whole())
     state, app = served_by(served)
@@ -336,7 +340,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
         else:
             await asyncio.sleep(0.05)
             assert (state.gate.running, state.gate.waiting) == (1, 1)
-            assert len(served.asked) == 1  # the second one waits until the first has ended
+            assert len(served.asked) == 1  # the second request waits until the first has ended
         hold.set()
         return [(await end_of(each)).status for _, each in running]
 
@@ -345,7 +349,7 @@ def test_a_client_that_leaves_ends_its_work_and_lets_the_next_one_in(leaving):
 
 
 class Deaf(Client):
-    """A client that takes nothing from the first part on, until it hears."""
+    """A client that reads nothing after the first part until `hears` is set."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -360,8 +364,8 @@ class Deaf(Client):
 
 @pytest.mark.parametrize("most_bytes", [1000, 1])
 @in_a_loop
-async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypatch, most_bytes):
-    """What is unread stays in memory, counted, and the oldest of it goes."""
+async def test_an_unread_answer_holds_no_place_when_complete(monkeypatch, most_bytes):
+    """Unread answers stay in memory up to a limit. Beyond it, the oldest connection is aborted."""
     monkeypatch.setattr(state_module, "UNREAD_BYTES", most_bytes)
     state, app = served_by(
         FakeServed(*(streaming(PART, FINAL) for _ in range(3))), parallel=1, queue=0
@@ -374,7 +378,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
     first, second = (client for client, _ in running)
     assert state.unread.n_bytes > 0
     assert first.aborted.is_set() == (most_bytes == 1) and not second.aborted.is_set()
-    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # its one place is free
+    assert (await begun(app, CHAT, STREAM)[1]).status == 200  # the only place is free
     for client, task in running:
         client.hears.set()
         assert b'"hit_rate"' in (await end_of(task)).body
@@ -382,7 +386,7 @@ async def test_who_reads_nothing_holds_no_place_once_the_answer_is_made(monkeypa
 
 
 @in_a_loop
-async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
+async def test_a_client_that_leaves_does_not_evict_a_slow_one(monkeypatch):
     monkeypatch.setattr(state_module, "UNREAD_BYTES", 1)
     state, app = served_by(
         FakeServed(streaming(PART, FINAL), streaming(PART, FINAL, pause=Event()))
@@ -399,14 +403,14 @@ async def test_who_leaves_takes_no_memory_from_who_is_slow(monkeypatch):
 
 
 @in_a_loop
-async def test_who_reads_nothing_until_the_timeout_is_cut():
+async def test_a_client_that_reads_nothing_is_cut_at_the_timeout():
     app = app_for(FakeServed(streaming(PART, FINAL, pause=Event())), timeout=1)
     deaf, ends = begun(app, CHAT, STREAM, Deaf)
     await end_of(ends)
     assert deaf.aborted.is_set()
 
 
-def test_a_request_without_file_descriptors_is_refused_and_its_place_is_free(monkeypatch):
+def test_missing_file_descriptors_refuse_a_request_and_free_its_place(monkeypatch):
     def none(*_):
         raise OSError(24, "Too many open files")
 

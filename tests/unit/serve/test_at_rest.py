@@ -1,5 +1,4 @@
-"""What a server does while nothing is asked for: until the first request, and behind the last one
-in flight."""
+"""Idle reads of a server: before the first request, and after the last running one."""
 
 import asyncio
 import threading
@@ -35,7 +34,7 @@ def served():
 
 @pytest.fixture
 def asked_at_once(monkeypatch):
-    """One that had no time for anything until now."""
+    """A server without idle reads until the fixture returns."""
     start = Idle.start
     monkeypatch.setattr(Idle, "start", lambda *_: None)
     with made() as found:
@@ -43,28 +42,27 @@ def asked_at_once(monkeypatch):
         yield found
 
 
-def test_experts_come_in_until_a_request_and_behind_it(served, asked_at_once):
-    """The answers are what they are without, and nothing is read for nobody beside them."""
+def test_idle_reads_run_before_and_after_requests(served, asked_at_once):
+    """Idle reads do not change answers, and none run during a request."""
     driver, store, app = served.runtime.inside.driver, served.runtime.inside.store, app_of(served)
     driver._idle.wait()
-    assert driver.brought > 0 and store.full
+    assert driver.prefetched > 0 and store.full
     expected = said(app, ASK)
     store.check()
     other = asked_at_once
     driver, store, app = other.runtime.inside.driver, other.runtime.inside.store, app_of(other)
-    beside = []
-    store.set_step_done(lambda _: beside.append(driver._idle._thread))
-    assert driver.brought == 0 and said(app, ASK) == expected
+    idle_threads = []
+    store.set_step_done(lambda _: idle_threads.append(driver._idle._thread))
+    assert driver.prefetched == 0 and said(app, ASK) == expected
     driver._idle.wait()
-    assert driver.brought > 0 and store.full
+    assert driver.prefetched > 0 and store.full
     assert said(app, ASK) == expected
-    assert len(beside) > 2 and not any(beside)
+    assert len(idle_threads) > 2 and not any(idle_threads)
     store.check()
 
 
 @in_a_loop
-async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch):
-    """Its request has ended, and its step runs on."""
+async def test_idle_reads_wait_for_the_step_of_a_client_that_left(asked_at_once, monkeypatch):
     served = asked_at_once
     driver, store = served.runtime.inside.driver, served.runtime.inside.store
     in_step, settling, go_on = threading.Event(), threading.Event(), threading.Event()
@@ -95,7 +93,7 @@ async def test_it_waits_for_the_step_of_one_who_left(asked_at_once, monkeypatch)
     assert seen == ["step", "idle"]
 
 
-def test_figures_do_not_end_it(served):
+def test_status_requests_do_not_stop_idle_reads(served):
     thread, app = served.runtime.inside.driver._idle._thread, app_of(served)
     assert thread is not None
     assert [ask(app, path).status for path in ("/metrics", "/experts", "/props")] == [200] * 3

@@ -1,4 +1,4 @@
-"""Clients that mean ill or are slow: one clear status each, and the server goes on."""
+"""Malicious and slow clients: each gets one clear status, and the server continues."""
 
 import json
 import socket
@@ -18,10 +18,10 @@ served = running(
 
 
 def answer_to(served, data):
-    """What the server says until it closes the connection."""
+    """Send data and return the reply until the server closes the connection."""
     with served.connected() as sock:
         said = b""
-        # It may have said all it has to say, and closed, before it has got everything.
+        # The server may reply and close before it has received everything.
         with suppress(ConnectionError):
             sock.sendall(data)
         try:
@@ -55,14 +55,14 @@ ATTACKS = {
     "another name": (request(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n"), 421),
     "two names": (request(b"GET / HTTP/1.1\r\n" + HOST + b"Host: evil.example\r\n"), 400),
     "another origin": (request(CHAT + KEYED + b"Origin: https://evil.example\r\n", b"{}"), 403),
-    "an origin that is none": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
+    "an invalid origin": (request(CHAT + HOST + b"Origin: http://[x\r\n", b"{}"), 403),
     "path traversal": (request(b"GET /../../../etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "encoded traversal": (request(b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n" + KEYED), 404),
-    "traversal behind a path": (request(GET % b"v1/models/../../etc/passwd" + KEYED), 404),
-    "a whole address": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
+    "traversal after a path": (request(GET % b"v1/models/../../etc/passwd" + KEYED), 404),
+    "an absolute URL": (request(b"GET file:///etc/passwd HTTP/1.1\r\n" + KEYED), 404),
     "a long line": (request(b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n" + KEYED), 400),
     "many fields": (request(b"GET / HTTP/1.1\r\n" + HOST + b"x-a: b\r\n" * 20_000), 400),
-    "a body said to be huge": (request(CHAT + KEYED + b"Content-Length: 99999999999\r\n"), 413),
+    "a huge Content-Length": (request(CHAT + KEYED + b"Content-Length: 99999999999\r\n"), 413),
     "a huge body in chunks": (
         request(CHAT + KEYED + CHUNKED) + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4 + LAST,
         413,
@@ -74,22 +74,22 @@ ATTACKS = {
     "broken JSON": (request(CHAT + KEYED, b'{"messages":'), 400),
     "deep JSON": (request(CHAT + KEYED, b"[" * 60_000), 400),
     "a text too long": (chat("word " * 3000), 400),
-    "a method that there is not": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
-    "a grammar that is none": (chat("x", grammar="root ::= ("), 400),
-    "a schema that is none": (chat("x", response_format=NO_SCHEMA), 400),
+    "an unknown method": (request(b"DELETE /v1/models HTTP/1.1\r\n" + KEYED), 405),
+    "an invalid grammar": (chat("x", grammar="root ::= ("), 400),
+    "an invalid schema": (chat("x", response_format=NO_SCHEMA), 400),
     "a lone surrogate": (chat("\ud800"), 400),
     "the middle of an emoji": (chat("\U0001f469\u200d"), 200),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_each_gets_one_clear_status(served, name):
+def test_each_attack_gets_one_clear_status(served, name):
     data, status = ATTACKS[name]
     said = answer_to(served, data)
     assert said.count(b"HTTP/1.1 ") == 1, said[:400]
     assert said.startswith(f"HTTP/1.1 {status} ".encode()), said[:400]
     assert b"root:" not in said and b"Traceback" not in said
-    assert b"\nserver:" not in said.lower()  # which would name uvicorn to whoever attacks
+    assert b"\nserver:" not in said.lower()  # a Server field would name uvicorn
     assert_goes_on(served)
 
 
@@ -98,9 +98,9 @@ def assert_goes_on(served):
     assert not any("Traceback" in line for line in served.lines), served.lines
 
 
-def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
+def test_slow_clients_are_disconnected_and_block_no_other(served):
     started = b"GET /health HTTP/1.1\r\nHost: loc"
-    # Bytes that come one by one are no reason to wait for ever.
+    # A client that sends single bytes does not extend its timeout.
     slow = [served.connected() for _ in range(40)]
     body = served.connected()
     body.sendall(CHAT + KEYED + b"Content-Length: 100\r\n\r\n{")
@@ -116,7 +116,7 @@ def test_who_is_slow_is_sent_away_and_holds_nobody_up(served):
 
 
 def trickle(sock, data):
-    """Sends a byte at a time until the other side answers or closes; what it says."""
+    """Send one byte at a time until the server replies or closes. Returns the reply."""
     said = b""
     sock.settimeout(0.2)
     with sock:
@@ -131,37 +131,37 @@ def trickle(sock, data):
             said += part
             if not part:
                 return said
-    pytest.fail("it is waited for ever")
+    pytest.fail("the server waits without a limit")
 
 
-def test_who_sends_a_byte_more_and_leaves_is_noticed(served):
-    """Its place is free at once, and not when the answer would have ended."""
+def test_a_client_that_leaves_after_one_more_byte_is_noticed(served):
+    """If a client sends one byte more and leaves, its request ends at once and frees its place."""
     long = chat("hello", max_tokens=400, ignore_eos=True, stream=True).replace(
         b"Connection: close\r\n", b""
     )
     for _ in range(4):
         with served.connected() as sock:
             sock.sendall(long + b"G")
-            sock.recv(1)  # the stream has begun
+            sock.recv(1)  # the stream has started
     assert answer_to(served, chat("hello")).startswith(b"HTTP/1.1 200 ")
     said = "\n".join(served.lines)
     assert said.count("POST /v1/chat/completions 200 0.") >= 4, said
 
 
-def test_a_whole_address_names_the_host_and_the_path(served):
+def test_an_absolute_url_as_request_target(served):
     asked = request(b"GET http://localhost/health HTTP/1.1\r\n" + KEYED)
     assert answer_to(served, asked).startswith(b"HTTP/1.1 200 ")
     asked = request(b"GET http://evil.example/v1/models HTTP/1.1\r\n" + KEYED)
     assert answer_to(served, asked).startswith(b"HTTP/1.1 421 ")
 
 
-def test_many_calls_in_one_message_are_refused_by_their_number(served):
+def test_too_many_parts_of_a_message_are_refused(served):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [call] * 500}
     data = {"messages": [{"role": "user", "content": "a"}, said], "max_tokens": 1}
     reply = answer_to(served, request(CHAT + KEYED, json.dumps(data).encode()))
     assert reply.startswith(b"HTTP/1.1 400 ") and b"501 parts of messages" in reply
-    # The same in one result of a tool, as Anthropic's form has it.
+    # The same number of parts in one tool result, in Anthropic's form.
     blocks = [{"type": "text", "text": "a"}] * 500
     result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
     data = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 1}
@@ -170,7 +170,7 @@ def test_many_calls_in_one_message_are_refused_by_their_number(served):
     assert reply.startswith(b"HTTP/1.1 400 ") and b"500 parts of messages" in reply
 
 
-def test_who_reads_nothing_holds_nobody_up(served):
+def test_a_client_that_reads_nothing_blocks_no_other(served):
     silent = served.connected()
     silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     silent.sendall(chat("hello", stream=True, max_tokens=100, ignore_eos=True))
@@ -179,7 +179,7 @@ def test_who_reads_nothing_holds_nobody_up(served):
     assert_goes_on(served)
 
 
-def test_no_file_of_the_machine_is_named(served, tmp_path):
+def test_no_local_file_is_read(served, tmp_path):
     (tmp_path / "secret").write_text("a secret")
     for field in ("lora", "slot_save_path", "filename", "grammar_file", "image_url"):
         said = answer_to(served, chat("hello", **{field: str(tmp_path / "secret")}))

@@ -1,4 +1,5 @@
-"""Python's clients as people use them: chat, stream, tools, JSON by a schema, and leaving."""
+"""Client libraries for Python with the server: chat, streams, tools, JSON by a schema, and
+disconnecting."""
 
 import json
 import os
@@ -16,7 +17,8 @@ LONG = [{"role": "user", "content": "Tell me a story about a brave rabbit."}]
 CAPITALS = ["Oslo", "Lima"]
 SCHEMA = {"title": "Capital", **object_of(capital={"enum": CAPITALS})}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}}
-# Its command has no choice of tools, which a model that has never seen one needs.
+# The command `llm` has no option for tool_choice. The demo model needs it, because it was not
+# trained on tools.
 LLM_CALL = """
 import json, sys, llm
 model = llm.get_model("local")
@@ -54,7 +56,7 @@ def test_openai(served):
         assert made.choices[0].finish_reason == "tool_calls"
         for call in made.choices[0].message.tool_calls:
             assert is_a_call(call.function.name, call.function.arguments)
-    # Calls come in pieces, each with its number; the first one of a call has its name.
+    # Calls are streamed in pieces with an index. The first piece of a call has its name.
     calls = {}
     finish = None
     stream = client.chat.completions.create(
@@ -70,7 +72,7 @@ def test_openai(served):
                 calls[piece.index]["arguments"] += piece.function.arguments or ""
     assert finish == "tool_calls" and sorted(calls) == list(range(len(calls))) and calls
     assert all(is_a_call(**call) for call in calls.values())
-    # What the tool said goes back.
+    # The result of the tool is sent back.
     turn = [
         *MESSAGES,
         whole_call := made.choices[0].message.model_dump(exclude_none=True),
@@ -95,7 +97,7 @@ def test_openai_responses(served):
     )
     calls = [each for each in made.output if each.type == "function_call"]
     assert calls and all(is_a_call(call.name, call.arguments) for call in calls)
-    # The form of its schema is another one than the chat's, of which llama.cpp knows nothing.
+    # /v1/responses has another form for schemas, which llama.cpp does not know.
     form = {"format": {"type": "json_schema", "name": "capital", "schema": SCHEMA}}
     shaped = client.responses.create(model="any", input=ASK, text=form, max_output_tokens=200)
     assert json.loads(shaped.output_text)["capital"] in CAPITALS
@@ -108,7 +110,7 @@ def test_a_conversation_goes_on_after_an_answer_that_was_cut(served):
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     common = {"model": "any", "tools": [CAPITAL], "tool_choice": "required"}
     n_tokens, cut = 1, ""
-    while not cut:  # until its arguments have begun
+    while not cut:  # until the call's arguments have started
         n_tokens += 1
         made = client.chat.completions.create(**common, messages=MESSAGES, max_tokens=n_tokens)
         assert made.choices[0].finish_reason == "length"
@@ -121,7 +123,7 @@ def test_a_conversation_goes_on_after_an_answer_that_was_cut(served):
     turn = [*MESSAGES, said, result]
     after = client.chat.completions.create(model="any", messages=turn, max_tokens=5)
     assert after.choices[0].message.content is not None
-    # Items of a response, as a client keeps them that asked for no reasoning.
+    # Items of a response, as a client without reasoning keeps them.
     call = {"type": "function_call", "call_id": "c", "name": "capital", "arguments": cut}
     items = [
         {"role": "user", "content": ASK},
@@ -189,7 +191,7 @@ def test_ollama(served):
     assert loaded.digest == listed.digest and len(loaded.digest) == 64
     assert shown.modified_at == listed.modified_at < loaded.expires_at
     assert client.generate("any", "").done_reason == "load"
-    # Whole and in lines: the same words, with what they cost.
+    # Whole answers and streams have the same text and costs.
     for call, text in (
         (lambda **more: client.chat("any", MESSAGES, **more), lambda part: part.message.content),
         (lambda **more: client.generate("any", ASK, **more), lambda part: part.response),
@@ -207,7 +209,7 @@ def test_ollama(served):
     assert raw and "." not in raw
     found = client.chat("any", MESSAGES, format=SCHEMA)
     assert json.loads(found.message.content)["capital"] in CAPITALS
-    # What a tool said goes back to the call that asked for it.
+    # The result of a tool is sent back for its call.
     function = {"name": "capital", "arguments": {"country": "Norway"}}
     said = [
         *MESSAGES,

@@ -1,4 +1,5 @@
-"""Schemas of clients, rewritten into what llama.cpp enforces, and the paths of what it does not."""
+"""JSON schemas of clients are rewritten into a form that llama.cpp enforces. Parts that cannot be
+enforced are reported with their path."""
 
 import json
 import re
@@ -19,14 +20,14 @@ def of(**properties):
 
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
-# What a schema is rewritten to.
+# (schema, rewritten schema)
 FORMS = {
     "a property of any kind": (of(p=True), of(p={})),
-    "a property that may not be": (of(p=False, q=TEXT), of(q=TEXT)),
+    "a forbidden property": (of(p=False, q=TEXT), of(q=TEXT)),
     "a type in capitals": (of(p={"type": "STRING"}), of(p=TEXT)),
     "the type any": (of(p={"type": "any"}), of(p={})),
-    "whole floats": (of(p={**TEXT, "minLength": 2.0}), of(p={**TEXT, "minLength": 2})),
-    "nothing but notes": (
+    "floats that are integers": (of(p={**TEXT, "minLength": 2.0}), of(p={**TEXT, "minLength": 2})),
+    "only annotations": (
         {"$id": "urn:x", "title": "T", **TEXT},
         {"$id": "urn:x", "title": "T", **TEXT},
     ),
@@ -64,19 +65,19 @@ FORMS = {
         {**WHOLE, "minimum": 0, "exclusiveMinimum": True},
         {**WHOLE, "minimum": 1},
     ),
-    "a bound beyond all": ({**WHOLE, "maximum": 1e30}, WHOLE),
+    "a bound beyond all integers": ({**WHOLE, "maximum": 1e30}, WHOLE),
     "few multiples": ({**WHOLE, "minimum": 1, "maximum": 9, "multipleOf": 4}, {"enum": [4, 8]}),
     "a list of items": (
         {"type": "array", "items": [TEXT, WHOLE]},
         {"type": "array", "prefixItems": [TEXT, WHOLE]},
     ),
-    "words of a type": ({**TEXT, "enum": ["a", 1]}, {"enum": ["a"]}),
+    "an enum with a type": ({**TEXT, "enum": ["a", 1]}, {"enum": ["a"]}),
     "one of two that differ": (
         {"oneOf": [{"const": 1}, {"const": "x"}]},
         {"anyOf": [{"const": 1}, {"const": "x"}]},
     ),
 }
-# What is not enforced: where, and a word of the reason.
+# (schema, path of the part that is not enforced and a word of the reason)
 LOST = {
     "a reference to nothing": (of(p={"$ref": "#/$defs/x"}), "s.properties.p.$ref: "),
     "a reference to another document": (
@@ -87,8 +88,8 @@ LOST = {
         {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}},
         "$ref: it names itself",
     ),
-    "no words": (of(p={"enum": []}), "s.properties.p.enum: "),
-    "no such type": (of(p={"type": "text"}), "s.properties.p.type: "),
+    "an empty enum": (of(p={"enum": []}), "s.properties.p.enum: "),
+    "an unknown type": (of(p={"type": "text"}), "s.properties.p.type: "),
     "a minimum above the maximum": (
         of(p={**TEXT, "minLength": 3, "maxLength": 2}),
         "s.properties.p.minLength: ",
@@ -120,13 +121,13 @@ def test_a_schema_is_rewritten(name):
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_is_not_enforced_has_a_path(name):
+def test_parts_that_are_not_enforced_are_named_by_path(name):
     schema, said = LOST[name]
     _, lost = rewritten(schema, "s")
     assert lost and said in lost[0]
 
 
-def test_arguments_are_one_object():
+def test_arguments_of_a_tool_become_one_object():
     schema = {
         "anyOf": [{**of(p=TEXT), "required": ["p"]}, {**of(p=WHOLE, q=TEXT), "required": ["p"]}]
     }
@@ -144,8 +145,8 @@ PATTERNS = {
     "another escape": (r"^a\!b$", (), r"^a[\x21]b$"),
     "a quote and a line feed": ('^"\\n$', (), r"^\\[\x22]\\[n]$"),
     "groups": ("^(?:ab|(?<n>c))?$", (), "^(ab|(c)){0,1}$"),
-    "beside maxLength": ("^a+$", (0, 3), "^(a){1,3}$"),
-    "beside minLength": ("^[a-c]*-$", (4,), r"^[a-c]{3,}[\x2D]$"),
+    "with maxLength": ("^a+$", (0, 3), "^(a){1,3}$"),
+    "with minLength": ("^[a-c]*-$", (4,), r"^[a-c]{3,}[\x2D]$"),
     "within its lengths": ("^a{2}$", (1, 5), "^(a){2,2}$"),
 }
 NO_PATTERNS = {
@@ -153,9 +154,9 @@ NO_PATTERNS = {
     "a reference back": (r"^(a)\1$", ()),
     "a border": (r"^a\b$", ()),
     "an anchor inside": ("^(a$|b)$", ()),
-    "no regular expression": ("([", ()),
+    "an invalid regular expression": ("([", ()),
     "nothing to repeat": ("^*$", ()),
-    "an order that is wrong": ("^[z-a]$", ()),
+    "a reversed range": ("^[z-a]$", ()),
     "two lengths": ("^a+b+$", (0, 3)),
     "too many": ("^a{3000}$", ()),
     "deep": ("(" * 60 + "a" + ")" * 60, ()),
@@ -191,7 +192,7 @@ ODD = of(p={"type": "number", "maximum": 1})
 
 
 def tool_of(route, schema, **more):
-    """(a request with a tool, how its arguments are named)."""
+    """(request with this tool, path of its arguments in the request)."""
     if route == CHAT:
         tool = {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
         return {"messages": SAID, "tools": [tool]}, "tools[0].function.parameters"
@@ -211,7 +212,8 @@ def test_a_tool_is_served_and_noted_or_strict(route):
     assert f"{where}.properties.p.maximum" in note and "'f'" in note
     tool = data["tools"][0]
     parameters = tool.get("function", tool).get("parameters", tool.get("input_schema"))
-    assert parameters == {**ODD, GRAMMAR_SCHEMA: of(p={"type": "number"})}  # the model sees its own
+    # the chat template gets the original schema
+    assert parameters == {**ODD, GRAMMAR_SCHEMA: of(p={"type": "number"})}
     data, where = tool_of(route, ODD, strict=True)
     with pytest.raises(Refusal, match="is strict") as refused:
         settle_request(route, data, 0, served)

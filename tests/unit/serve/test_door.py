@@ -1,4 +1,4 @@
-"""Who gets in: names, keys, origins, methods, bodies."""
+"""Access to the server: host names, keys, origins, methods and request bodies."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def app_with(**settings):
 
 @cases(
     "settings, headers, status",
-    # A local server answers to its own names.
+    # A local server accepts its own host names only.
     (NAMES, {"host": "localhost"}, 200),
     (NAMES, {"host": "LOCALHOST:8080"}, 200),
     (NAMES, {"host": "127.0.0.1:8080"}, 200),
@@ -39,7 +39,7 @@ def app_with(**settings):
     (NAMES, {"host": "localhost#.evil.example"}, 421),
     (NAMES, {"host": "localhost/.evil.example"}, 421),
     (NAMES, {"host": "evil.example@localhost"}, 421),
-    # A key is asked for where there is one.
+    # A key is required if the server has one.
     (KEY, {}, 401),
     (KEY, {"authorization": "Bearer secret"}, 200),
     (KEY, {"authorization": "bearer  secret"}, 200),
@@ -47,15 +47,15 @@ def app_with(**settings):
     (KEY, {"authorization": "Bearer wrong"}, 401),
     (KEY, {"authorization": "Basic secret"}, 401),
     (KEY, {"authorization": "Bearer sécret"}, 401),
-    # With a key, any name of the machine will do for a server that others reach.
+    # With a key, a server that listens on all addresses accepts any host name.
     ({"host": "0.0.0.0", **KEY}, {"host": "box.example", "x_api_key": "secret"}, 200),
-    # Pages of other origins may not ask unless they are let in.
+    # Pages of other origins are refused unless --cors-origin allows them.
     ({}, {"origin": EVIL}, 403),
     ({}, {"origin": "http://localhost:8080"}, 200),
     ({"cors_origin": EVIL}, {"origin": EVIL}, 200),
     ({"cors_origin": EVIL}, {"origin": "https://other.example"}, 403),
 )
-def test_who_gets_in(settings, headers, status):
+def test_hosts_keys_and_origins_that_are_accepted(settings, headers, status):
     app = app_with(**settings)
     reply = ask(app, CHAT, MESSAGE, **headers)
     assert reply.status == status
@@ -66,7 +66,7 @@ def test_who_gets_in(settings, headers, status):
 
 @pytest.mark.parametrize("kept", ["ключ", "clé", "cl\udce9"])
 def test_a_key_need_not_be_ascii(kept):
-    """Clients send UTF-8, some Latin-1; an argument may have any bytes."""
+    """Clients send keys in UTF-8 or Latin-1. An argument of the command line may have any bytes."""
     app = app_with(api_key=kept)
 
     def status(brought):
@@ -85,7 +85,7 @@ def test_an_empty_key_is_refused(key):
 
 
 def test_the_client_is_its_key_or_its_address():
-    """Clients take turns by this name."""
+    """Clients take turns by this name, which does not contain the key."""
     seen = []
     for settings, headers in (({}, {}), (KEY, {"x_api_key": "secret"})):
         state, app = served_by(FakeServed(whole()), **settings)
@@ -104,7 +104,8 @@ def test_a_server_for_others_needs_a_key(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("\n one \ntwo\n")
     assert ServeSettings(host="0.0.0.0", api_key_file=keys).keys() == {"one", "two"}
-    keys.write_text("one\n", encoding="utf-8-sig")  # as Windows' editors save it
+    # with a byte order mark, as editors on Windows save it
+    keys.write_text("one\n", encoding="utf-8-sig")
     assert ServeSettings(api_key_file=keys).keys() == {"one"}
     keys.write_bytes("clé\n".encode("latin-1"))
     with pytest.raises(TextFileError, match=r"keys: not UTF-8 text .byte 0x.. at offset 2"):
@@ -114,10 +115,11 @@ def test_a_server_for_others_needs_a_key(tmp_path):
         ServeSettings(api_key_file=keys).keys()
 
 
-# Those of openai's SDK for JavaScript, and those of Anthropic's.
+# Header fields of the JavaScript SDKs of OpenAI and Anthropic.
 @cases("fields", "authorization,content-type,x-stainless-arch", "anthropic-version,x-api-key")
 def test_a_page_that_is_let_in_may_send_the_fields_of_its_sdk(fields):
-    """A browser asks before."""
+    """The browser's preflight request (OPTIONS) needs no key, and its answer allows the requested
+    fields."""
     asked = {"origin": "https://page.example", "access_control_request_headers": fields}
     preflight = ask(app_with(cors_origin="*", api_key="k"), CHAT, method="OPTIONS", **asked)
     assert preflight.status == 204
@@ -131,7 +133,7 @@ def with_said(**more):
     return body_of({**MESSAGE, **more})
 
 
-# They are kept while a request waits.
+# These are kept in memory while a request waits, so they are limited.
 POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)}]
 
 
@@ -144,7 +146,7 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     (b"[]", 400, "JSON object"),
     (b'{"a": "\xff"}', 400, "not UTF-8"),
     ('{"a": 1}'.encode("utf-16"), 400, "not UTF-8"),
-    # a byte order mark is left out, and the rest is looked at
+    # a byte order mark is skipped
     (b"\xef\xbb\xbf[]", 400, "JSON object"),
     (b'{"a": "' + b"x" * 2**17 + b'"}', 413, "--body-limit"),
     (b'{"a": "\\ud800"}', 400, "half a character"),
@@ -154,7 +156,7 @@ POLICY_SETTINGS = [3, {"a": []}, {"a": "x" * 300}, {str(n): 1 for n in range(33)
     (with_said(n=2), 400, "--parallel"),
     (with_said(n="two"), 400, "n must be a whole number from 1"),
     (with_said(n=1, n_cmpl=2), 400, "--parallel"),
-    # Small values take a hundred times their length in memory and more.
+    # Small JSON values take more than a hundred times their length in memory.
     (with_said(chat_template_kwargs={"a": [[]] * 11_000}), 400, "more than 10922 JSON values"),
     *[(with_said(moe_edge=wrong), 400, "moe_edge") for wrong in POLICY_SETTINGS],
 )
@@ -162,7 +164,7 @@ def test_bodies_that_cannot_be_served(body, status, says):
     assert_refused(app_for(FakeServed()), CHAT, body, says, status)
 
 
-def test_a_body_is_as_long_as_the_context_has_use_for():
+def test_the_body_limit_follows_the_context():
     longest = [
         ServeSettings(**settings).most_body_bytes(n_ctx)
         for settings, n_ctx in (({}, None), ({}, 512), ({}, 2**15), ({"body_limit": 99}, 2**15))
@@ -174,8 +176,9 @@ ROOM = ": send less, or start the server with --body-limit 512KiB, the context's
 
 
 @pytest.mark.parametrize(("n_ctx", "says"), [(512, "128 KiB"), (2**15, ROOM)])
-def test_a_body_that_the_context_has_room_for_is_told_which_limit_it_needs(n_ctx, says):
-    """Without --ctx the context is known once the model has loaded, and the limit before."""
+def test_a_large_body_that_fits_the_context_names_the_needed_limit(n_ctx, says):
+    """Without --ctx, the context is known only after the model has loaded; the limit is known
+    before. The message names the limit that the request needs."""
     served = FakeServed()
     served.about.n_ctx = n_ctx
     reply = ask(app_for(served), CHAT, b" " * 2**18)
@@ -214,7 +217,7 @@ def test_a_model_is_found_by_its_name():
     ("/v1/chat/completions/x", 404),
     (CHAT, 405),
 )
-def test_paths_and_methods_that_there_are_not(path, status):
+def test_unknown_paths_and_methods(path, status):
     reply = ask(app_with(), path)
     assert reply.status == status
     assert status == 404 or "method" in reply.json()["error"]["message"]
@@ -247,7 +250,7 @@ def test_a_request_is_one_line_of_the_log_without_its_contents(path, data, line)
 def test_settings_of_one_request_go_to_the_policy_and_not_to_llama_cpp():
     served = FakeServed(whole(), whole())
     app = app_for(served)
-    # Nor may a client choose its slot.
+    # A client cannot choose its slot (`id_slot`) either.
     asked = {**MESSAGE, "moe_edge": {"retention": 0.5}, "id_slot": 7}
     assert ask(app, CHAT, asked).status == 200
     assert served.used == [{"retention": 0.5}]
@@ -268,9 +271,9 @@ def test_a_path_without_v1_is_llama_cpps_own():
     assert routes == ["/completion", "/completion", "/v1/completions"]
 
 
-def test_a_model_that_is_not_there_is_said_before_anything_is_built(tmp_path, monkeypatch):
+def test_a_missing_model_is_reported_before_the_server_is_compiled(tmp_path, monkeypatch):
     def build(*_):
-        raise AssertionError("the server is built first")
+        raise AssertionError("the server is compiled first")
 
     monkeypatch.setattr("orchestrator.runtime.runtime.server_library", build)
     done = run("serve", "-m", tmp_path / "none.gguf", "--port=0")

@@ -1,4 +1,5 @@
-"""A model's file that is replaced or written to while it is served: said, and never mixed."""
+"""A model file that is replaced or written to while it is served: reported, and bytes of two files
+are never mixed."""
 
 import json
 import os
@@ -37,7 +38,7 @@ def renamed(path):
     (renamed, OTHER, False),
     (Path.unlink, OTHER, False),
 )
-def test_what_became_of_a_file(tmp_path, change, says, is_fault):
+def test_changes_of_a_file_are_detected(tmp_path, change, says, is_fault):
     paths = [tmp_path / "first", tmp_path / "second"]
     for path in paths:
         path.write_bytes(b"abc")
@@ -48,7 +49,7 @@ def test_what_became_of_a_file(tmp_path, change, says, is_fault):
 
 
 class Comparing:
-    """A check of a file's checksums, which ends when the test says so."""
+    """A running check of a file's checksums, which the test ends."""
 
     def __init__(self, error):
         self.is_running, self.error = True, error
@@ -75,7 +76,7 @@ def test_a_file_that_was_touched_is_compared_with_its_checksums(tmp_path, error)
 
 
 class Rewritten(FakeServed):
-    """The file is written to behind so many looks at it."""
+    """A model whose file is written to after two checks of it."""
 
     looks = 2
 
@@ -84,7 +85,7 @@ class Rewritten(FakeServed):
         return "" if self.looks >= 0 else WRITTEN
 
 
-def test_an_answer_ends_where_its_file_is_written_to():
+def test_an_answer_ends_when_its_file_is_written_to():
     parts = [b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % n for n in range(3)]
     app = app_for(Rewritten(streaming(*parts)))
     reply = ask(app, CHAT, {**ASK, "stream": True})
@@ -105,7 +106,7 @@ def test_a_served_file(library, tiny_model, tmp_path):
 
         first = said()
         renamed(path)
-        path.write_bytes(bytes(path.stat().st_size))  # the new one
+        path.write_bytes(bytes(path.stat().st_size))  # zeros, in the new file
         assert said() == said() == first
         end = server.end(signal.SIGTERM)[1]
     assert end.count(f"{path} {OTHER}") == 1

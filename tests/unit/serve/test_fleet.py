@@ -1,4 +1,4 @@
-"""A fleet on Ray Serve: its options, and which replica gets a request."""
+"""A fleet on Ray Serve: its options, and the replica that gets a request."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def test_a_replica_is_placed_by_its_memory_and_its_cores():
 
 
 def test_a_file_without_http_options_needs_a_key(monkeypatch):
-    """Ray then listens to all the world."""
+    """Without HTTP options Ray listens on all addresses, so a fleet without a key is refused."""
     schema = pytest.importorskip("ray.serve.schema", reason="ray is missing")
     from orchestrator.serve import fleet
 
@@ -97,7 +97,7 @@ def test_a_file_without_http_options_needs_a_key(monkeypatch):
 
 
 def test_a_conversation_goes_to_one_replica_and_else_to_the_least_busy():
-    """Ray takes the one with the fewest requests of the first group in which one has room."""
+    """Ray chooses the replica with the fewest requests in the first group that has a free one."""
     pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from ray.serve._private.common import DeploymentID, ReplicaID
 
@@ -132,12 +132,13 @@ def wanted(text):
 
 
 def end_of(lines):
-    """(the last line of a stream, the figures of the event before it)."""
+    """(the last line of a stream, the timings of the event before it)."""
     return lines[-2], json.loads(lines[-3].removeprefix(b"data: "))["timings"]
 
 
 def test_a_drained_replica_leaves_its_conversations_to_the_next_one(library, tmp_path, monkeypatch):
-    """Without Ray, which calls drain behind the last answer; two decode together."""
+    """A new replica reads one token of each conversation that a drained one saved. This test runs
+    without Ray, which calls `drain` after the last answer."""
     library_path()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {**REPLICA, "ctx": 1024, "parallel": 2, "prompt-cache": tmp_path / "prompts"}
@@ -165,7 +166,7 @@ def test_a_drained_replica_leaves_its_conversations_to_the_next_one(library, tmp
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, library):
-    """started(**options) gives a fleet of one replica these, and comes back once it answers."""
+    """Function that deploys one replica with these options and returns the URL once it answers."""
     ray = pytest.importorskip("ray", reason="ray is missing: pip install 'moe-edge[fleet]'")
     from ray import serve
 
@@ -217,7 +218,7 @@ def text(url):
 
 
 def test_live(url):
-    """Streams, keys, limits, metrics and clients that leave, through Ray's own proxy."""
+    """Streams, keys, limits, metrics and disconnects through Ray's own proxy."""
     said = wanted("Tell me of a boat. " * 20)
     lines = asked(url, CHAT, said).read().split(b"\n\n")
     assert end_of(lines)[0] == b"data: [DONE]" and len(lines) > 4
@@ -231,12 +232,12 @@ def test_live(url):
     answer.readline()
     assert running(url) == 1
     answer.close()
-    wait_until(lambda: not running(url), "the replica goes on for nobody")
+    wait_until(lambda: not running(url), "the request still runs after its client left")
 
 
 def test_live_replica_that_is_replaced(started, url):
-    """It gives its answer to the end; the other one starts once the only core is free, and goes on
-    from what that has written."""
+    """The old replica completes its answer. The new one starts when the only core is free, and
+    reuses the prompt that the old one saved."""
     answer = asked(url, "/v1/completions", ENDLESS)
     answer.readline()
     started(alias="newer")

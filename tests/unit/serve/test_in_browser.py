@@ -1,4 +1,4 @@
-"""The page as a person meets it, in headless Chromium."""
+"""The page in headless Chromium."""
 
 import json
 
@@ -9,8 +9,8 @@ from served import serving
 QUESTION = "What is the capital of Norway?"
 STORY = "Tell me a story about a fox and a river."
 ATTACK = "<img src=x onerror='hacked=1'><script>hacked=1</script> **bold** `<b>`\n```js\n<i>\n```\n"
-# The page's fetch, with an answer that a test writes: fake(path, headers, options) gives it, or
-# nothing.
+# Replaces the page's fetch. fake(path, headers, options) returns an answer, or nothing to ask the
+# server.
 FAKE = """
 const real = window.fetch;
 window.fetch = async (path, options = {}) =>
@@ -39,11 +39,11 @@ async function slowed(answer, signal) {
     } })).pipeThrough(new TextEncoderStream()), response);
 }
 """
-# The server's own answer at 50 events a second, so that a busy machine sees it grow as well; its
-# end waits while a test holds it.
+# The server's own answer at 50 events per second, so that a busy machine sees it grow. Its last
+# event waits while `held` is set.
 SLOWED = "if (isChat(path)) return slowed(real(path, options), options.signal);"
-# How much the conversation said each time that it changed, and whether the experts' picture
-# changed as some of them were lit, for which the answer's end is held.
+# Records the length of the conversation at each change, and whether the picture of the experts
+# changes while some are lit. The answer's last event is held until then.
 WATCH = """
 lengths = new Set();
 new MutationObserver(() => lengths.add($('log').innerText.length))
@@ -87,8 +87,8 @@ def tab(browser, served):
 
 
 def opened(browser, served, fake=""):
-    """A new page. fake: the body of a function (path, headers, options) that answers in the
-    server's place."""
+    """Open the page in a new tab. fake: body of a function (path, headers, options) whose answer
+    replaces the server's."""
     tab = Tab(browser)
     if fake:
         source = FAKE + "function fake(path, headers, options) {" + fake + "}"
@@ -98,14 +98,14 @@ def opened(browser, served, fake=""):
 
 
 def asked(tab, text):
-    """Types a message and sends it, by the keyboard alone."""
+    """Type a message and send it with the keyboard."""
     tab.until("document.activeElement === $('text')")
     tab.type(text)
     tab.press("Enter")
 
 
 def complaints(tab):
-    """What the page or the browser wrote into the console."""
+    """Console messages and uncaught exceptions of the page."""
     kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
     return [event for kind in kinds for event in tab.events(kind)]
 
@@ -127,7 +127,7 @@ def test_an_answer_streams_and_its_experts_light_up(browser, served):
     tab.until("flow.some((each) => each.hits > 0)")
     assert "since the start: " in tab.value("$('figures').innerText")
     assert "8 layers of 16 experts; q4_k: " in tab.value("$('experts').ariaLabel")
-    # What was said goes with the next question.
+    # The conversation is sent with the next question.
     asked(tab, QUESTION)
     tab.until("!running && document.querySelectorAll('.costs').length === 2")
     assert tab.value("messages.map((each) => each.role).join()") == "user,assistant,user,assistant"
@@ -143,7 +143,7 @@ if (path === "/experts") return new Response(JSON.stringify(all));
 """
 
 
-def test_a_ram_is_advised_with_which_experts_stream(browser, served):
+def test_a_ram_that_streams_experts_is_suggested(browser, served):
     tab = opened(browser, served, PLAIN)
     tab.until("!$('plain').hidden")
     assert "moe-edge serve --ram 110MiB," in tab.value("$('plain').innerText")
@@ -182,7 +182,7 @@ def test_an_answer_can_be_stopped(browser, served):
         tab.until("!running")
         assert "stopped after" in tab.value(LAST % ".costs")
         assert tab.value("$('status').innerText") == "Stopped"
-    # Another conversation may begin in the middle of an answer, of which nothing is left in it.
+    # A new conversation may start during an answer. It contains nothing of the old one.
     asked(tab, STORY)
     tab.until(f"running && {LAST % '.assistant'}.length > 20")
     tab.value("$('anew').click(); held = false")
@@ -198,14 +198,15 @@ def loaded_anew(tab):
     tab.until("!window.before && document.readyState === 'complete' && typeof seen !== 'undefined'")
 
 
-def test_a_page_that_is_loaded_anew_has_the_conversation(browser, served):
+def test_a_reloaded_page_has_the_conversation(browser, served):
     tab = opened(browser, served, SLOWED)
     tab.value("held = true")
     asked(tab, STORY)
     tab.until(f"running && {LAST % '.assistant'}.length > 20")
     said = tab.value("half.text")
     loaded_anew(tab)
-    # What came of the answer stays, as of one that was stopped, and the next question goes on.
+    # The partial answer stays, like a stopped one, and the next question continues the
+    # conversation.
     assert tab.value("messages.map((each) => each.role).join()") == "user,assistant"
     assert tab.value("messages[1].content").startswith(said)
     assert tab.value(LAST % ".assistant").startswith(said.rstrip()) and STORY in tab.text()
@@ -233,7 +234,7 @@ def test_a_question_without_an_answer_comes_back(browser, served):
     assert tab.value("$('log').children.length") == 0
 
 
-def test_what_a_model_writes_is_text(browser, served):
+def test_markup_of_the_model_is_shown_as_text(browser, served):
     fake = f"if (isChat(path)) return streamed({json.dumps(ATTACK)});"
     tab = opened(browser, served, fake)
     asked(tab, ATTACK)
@@ -244,7 +245,7 @@ def test_what_a_model_writes_is_text(browser, served):
     assert "<script>hacked=1</script>" in tab.text() and "<img src=x" in tab.text()
     assert tab.value("document.querySelectorAll('#log img, #log script').length") == 0
     assert complaints(tab) == []
-    # Were it markup, the browser would not run it either.
+    # Even as markup, the browser would not run it.
     tab.value(f"$('log').innerHTML = {json.dumps(ATTACK)}")
     tab.value(
         "$('log').append(Object.assign(document.createElement('script'), {text: 'hacked=1'}))"
@@ -270,12 +271,12 @@ def test_a_key_is_asked_for(browser, served):
     tab.until("!running && /Oslo/.test($('log').innerText)")
 
 
-def test_a_connection_that_breaks_leaves_what_came(browser, served):
+def test_a_broken_connection_keeps_the_partial_answer(browser, served):
     tab = opened(browser, served, LOST)
     asked(tab, QUESTION)
     tab.until("!running && document.querySelectorAll('#log .wrong[role=alert]').length")
     assert "Half" in tab.text() and "connection to the server broke off" in tab.text()
-    # Where nothing came, the question waits in its field and can be sent again.
+    # If nothing arrived, the question is back in its field and can be sent again.
     tab.value("window.none = true")
     asked(tab, STORY)
     tab.until("!running && document.querySelectorAll('#log .wrong').length === 2")
@@ -285,7 +286,7 @@ def test_a_connection_that_breaks_leaves_what_came(browser, served):
     tab.until("!running && messages.length === 4")
 
 
-def test_keyboard_and_screen_reader_get_everywhere(tab):
+def test_all_elements_are_reachable_by_keyboard(tab):
     tab.until("seen !== null")
     reached = []
     for _ in range(5):
@@ -312,7 +313,7 @@ def test_it_fits_a_telephone(browser, served, dark):
     assert tab.value("document.documentElement.scrollWidth") <= 320
     for tag in ("text", "send", "stop", "anew", "show"):
         assert 0 < tab.value(f"$('{tag}').getBoundingClientRect().right") <= 320, tag
-    # The chat has the whole width, and the picture takes its place where it is asked for.
+    # The chat has the full width. The button shows the experts instead.
     assert tab.value("$('text').getBoundingClientRect().width") > 250
     assert tab.value("$('experts').clientWidth") == 0
     tab.value("$('show').click()")
@@ -325,7 +326,7 @@ def test_it_fits_a_telephone(browser, served, dark):
     assert tab.value("$('text').clientWidth") > 250
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
-    # While an answer runs, both are there.
+    # During an answer both are visible.
     tab.value("held = true; $('text').focus()")
     asked(tab, STORY)
     tab.until(f"$('experts').clientWidth > 250 && {LAST % '.assistant'}.length > 20")

@@ -30,7 +30,8 @@ def started(model, folder, *options):
 
 
 def asked(server, messages):
-    """(the answer with its probabilities, tokens of the prompt that were read, all of them)."""
+    """(answer with its probabilities, number of prompt tokens that were read, number of all prompt
+    tokens)."""
     asked = {"messages": messages, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
     answer = server.post("/v1/chat/completions", asked)
     timings, (choice,) = answer["timings"], answer["choices"]
@@ -47,13 +48,14 @@ def files(folder):
 
 
 @pytest.mark.parametrize("options", [(), ("--policy", "lru")])
-def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
-    """To the bit; and a chat reads what the server has written."""
+def test_long_prompts_survive_a_kill(model, tmp_path, options):
+    """After SIGKILL, the next server reads only the new tokens and gives the same bits. `chat` uses
+    the same files."""
     folder = tmp_path / "prompts"
     with started(model, folder, *options) as server:
         said, n_read, n = asked(server, LONG)
         assert n_read == n > 1024
-        wait_until(lambda: files(folder), "nothing is ever written")
+        wait_until(lambda: files(folder), "no file was written")
         live, n_new, _ = asked(server, going_on(LONG, said))
         assert server.end(signal.SIGKILL)[0] == -signal.SIGKILL
     with started(model, folder, *options) as server:
@@ -65,7 +67,7 @@ def test_what_took_long_to_read_outlives_a_kill(model, tmp_path, options):
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_conversation_makes_room_for_another_one_and_comes_back(model, tmp_path, parallel):
+def test_a_conversation_returns_after_others_used_its_sequence(model, tmp_path, parallel):
     folder = tmp_path / "prompts"
     with started(model, folder, "--parallel", str(parallel)) as server:
         said, _, n_long = asked(server, LONG)
@@ -76,7 +78,7 @@ def test_a_conversation_makes_room_for_another_one_and_comes_back(model, tmp_pat
         assert n_read <= n - n_long + 1
         status, text = server.end(signal.SIGTERM)
         assert status == 0 and "still working" not in text
-    # And behind its end.
+    # Also after a restart.
     with started(model, folder) as server:
         for other in others:
             assert asked(server, other)[1] == 1
@@ -86,7 +88,7 @@ def text(about):
     return f"{about}: where do the experts lie, and who reads them? " * 8
 
 
-# The same question in each form, and several at once.
+# The same question in each form of request, and several prompts or answers at once.
 FORMS = [
     ("/v1/messages", {"messages": [{"role": "user", "content": text("one")}], "max_tokens": 2}),
     ("/v1/responses", {"input": text("two"), "max_output_tokens": 2}),
@@ -97,7 +99,7 @@ FORMS = [
 
 
 def n_read(server, path, data):
-    """How many tokens of prompts are read for an answer."""
+    """Number of prompt tokens that are read for this request."""
 
     def count():
         (found,) = re.findall(r"^llamacpp:prompt_tokens_total (\d+)", server.get("/metrics"), re.M)
@@ -116,10 +118,11 @@ def test_every_form_of_a_request_comes_back(model, tmp_path):
         assert server.end(signal.SIGTERM)[0] == 0
     with started(model, folder, "--parallel", "2") as server:
         again = [n_read(server, *each) for each in FORMS]
-    assert max(again) <= 4, again  # the last token of each, and what a template closes a turn with
+    # the last token of each prompt, and the end of a turn in the chat template
+    assert max(again) <= 4, again
 
 
-def test_what_has_no_room_stays_for_a_larger_context(model, tmp_path):
+def test_a_file_too_long_for_the_context_is_kept(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         said, _, n = asked(server, LONG)
@@ -128,12 +131,12 @@ def test_what_has_no_room_stays_for_a_larger_context(model, tmp_path):
     with started(model, folder, "--ctx", "512") as server:
         short = [{**LONG[0], "content": LONG[0]["content"][:500]}]
         assert asked(server, short)[1] > 50
-        assert server.end(signal.SIGTERM)[1].count(f"{path}: no room for this kept") == 1
+        assert server.end(signal.SIGTERM)[1].count(f"{path}: no memory for this kept") == 1
     with started(model, folder) as server:
         assert asked(server, going_on(LONG, said))[1] < n // 10
 
 
-def test_what_cannot_be_used_is_read_again(model, tmp_path):
+def test_damaged_files_and_files_above_the_limit_are_read_again(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, OTHER)
@@ -152,8 +155,8 @@ def test_what_cannot_be_used_is_read_again(model, tmp_path):
     assert files(folder) == []
 
 
-def test_a_state_that_was_cut_is_read_again(model, tmp_path):
-    """The file's hash is right, so that llama.cpp gets to see the cut state."""
+def test_a_truncated_state_is_read_again(model, tmp_path):
+    """A file with a correct hash and a truncated state is ignored, and the prompt is read again."""
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, OTHER)
@@ -196,7 +199,7 @@ def test_a_file_that_claims_too_much_is_damaged(tmp_path, n_tokens, marks):
     assert "this kept conversation is damaged, so it was removed." in folder.notes[0]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
+def test_an_unwritable_folder_is_reported_once(model, tmp_path):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         folder.rmdir()
@@ -206,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(model, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["the client leaves", "the server ends"])
-def test_a_prompt_that_was_not_read_to_its_end_is_not_kept_as_if_it_were(model, tmp_path, way):
+def test_a_partly_read_prompt_is_not_kept_as_complete(model, tmp_path, way):
     folder = tmp_path / "prompts"
     with started(model, folder) as server:
         fresh = asked(server, LONG)

@@ -1,4 +1,4 @@
-"""Conversations, and settings of reasoning, as clients send them and as llama.cpp gets them."""
+"""How messages and reasoning settings of clients are rewritten for llama.cpp."""
 
 import json
 
@@ -20,7 +20,7 @@ AS_SENT = None
 
 
 def seen(path, data):
-    """(status, what llama.cpp got, or else the sentence)."""
+    """(status, body that llama.cpp gets, or the error message)."""
     served = FakeServed(whole())
     reply = ask(app_for(served, parallel=2), path, data)
     if not served.asked:
@@ -56,10 +56,10 @@ def response_call(arguments):
     return {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
 
 
-# The messages of a request, or its input, and those that llama.cpp gets; AS_SENT if they stay.
+# (path, messages or input of the request, messages that llama.cpp gets). AS_SENT: unchanged.
 @cases(
     "path, sent, got",
-    # Results of tools directly follow the calls. The rest of their message follows them.
+    # Tool results directly follow their calls. Other parts of the message follow the results.
     *[
         (path, [ASK, user(RESULT, SAYS, SECOND)], [ASK, user(RESULT, SECOND), user(SAYS)])
         for path in (MESSAGES, COUNT)
@@ -67,7 +67,7 @@ def response_call(arguments):
     (MESSAGES, [user(SAYS, RESULT)], [user(RESULT), user(SAYS)]),
     (MESSAGES, [user(RESULT, SECOND)], AS_SENT),
     (MESSAGES, [ASK, {"role": "assistant", "content": [SAYS, USE]}], AS_SENT),
-    # A failed call says so.
+    # The result of a failed call begins with "Error: ".
     (
         MESSAGES,
         [failed("no file")],
@@ -83,7 +83,7 @@ def response_call(arguments):
     ),
     (COUNT, [failed([SAYS])], [user({**RESULT, "is_error": True, "content": [FAILED, SAYS]})]),
     (MESSAGES, [user({**RESULT, "is_error": False})], AS_SENT),
-    # No content is an empty text.
+    # Missing content becomes an empty text.
     *[
         (
             path,
@@ -98,7 +98,7 @@ def response_call(arguments):
         [ASK, {"role": "assistant", "reasoning_content": "h", "content": ""}],
     ),
     (CHAT, [ASK, {"role": "assistant", "content": None}], AS_SENT),
-    # Arguments that were cut off.
+    # Arguments that were cut off are completed.
     (CHAT, [called("", type="function")], [called("{}", type="function")]),
     (CHAT, [called('{"x": "y', type="function")], [called('{"x": "y"}', type="function")]),
     (CHAT, [called('{"x":1}')], [called('{"x":1}', type="function")]),
@@ -109,7 +109,7 @@ def response_call(arguments):
         [{"role": "assistant", "content": [{**USE, "input": {}}]}],
     ),
     (RESPONSES, [response_call('{"x": [1, ')], [response_call('{"x": [1]}')]),
-    # Reasoning of which the client has kept no text.
+    # Reasoning items without text are left out.
     (RESPONSES, [reasoning(summary=[]), {**ASK, "type": "message"}], [{**ASK, "type": "message"}]),
     (
         RESPONSES,
@@ -124,7 +124,7 @@ def response_call(arguments):
         [{"role": "assistant", "content": "a", "type": "message"}],
     ),
 )
-def test_a_conversation_that_llama_cpp_can_read(path, sent, got):
+def test_messages_are_rewritten_for_llama_cpp(path, sent, got):
     name, more = ("input", {}) if path == RESPONSES else ("messages", {"max_tokens": 5})
     status, found = seen(path, {name: sent, **more})
     assert (status, found[name]) == (200, sent if got is AS_SENT else got)
@@ -143,8 +143,9 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; {}"
     HEADER.format("9", "cch=a5145;\n"),
     "x-anthropic-billing-header:",
 )
-def test_a_header_that_changes_with_each_request_is_no_part_of_the_prompt(header):
-    """Prompts begin alike, so that what was read of one is used for the next one."""
+def test_the_billing_header_is_removed_from_prompts(header):
+    """Claude Code's billing header changes with each request. Without it, prompts begin with the
+    same tokens and can be reused."""
     block, own = {"type": "text", "text": header}, {"type": "text", "text": CLAUDE}
     for path in (MESSAGES, COUNT):
         asked = {"messages": [ASK], "max_tokens": 5}
@@ -165,7 +166,8 @@ def effort(word):
     return {"chat_template_kwargs": {"reasoning_effort": word}}
 
 
-# What a request says about reasoning; what llama.cpp gets besides, and fields that it does not get.
+# (path, reasoning settings of the request, fields that are added for llama.cpp, fields that are
+# removed)
 @cases(
     "path, asked, besides, without",
     (MESSAGES, {"thinking": {"type": "disabled"}}, OFF, ()),
@@ -242,8 +244,8 @@ def test_arguments_of_a_call_are_an_object(sent, made):
 
 
 @pytest.mark.parametrize("length", range(1, 60))
-def test_a_call_that_was_cut_anywhere_goes_on(length):
-    """What is kept is a part of what was said."""
+def test_a_call_cut_at_any_length_is_completed(length):
+    """Keys of the result are keys of the original, for each length at which it is cut."""
     text = '{"a": {"b": [1, "x\\n", {"c": null}], "d": "y\\ud83d\\ude00"}, "e": true}'
     made = json.loads(whole_arguments(text[:length]))
     assert isinstance(made, dict) and made.keys() <= {"a", "e"}

@@ -24,7 +24,7 @@ def call(arguments, **name):
 
 
 def lines(path, *parts, **more):
-    """What a client gets of these events."""
+    """The lines that a client gets if llama.cpp streams these events."""
     asked = {"messages": SAID, "prompt": "a", "model": "m", **more}
     reply = reply_of(streaming(*parts, b"data: [DONE]\n\n"), path, asked)
     assert reply.status == 200 and reply.headers["content-type"] == "application/x-ndjson"
@@ -42,12 +42,12 @@ def test_a_stream_is_lines_and_a_call_of_a_tool_is_whole():
     assert (last["prompt_eval_count"], last["prompt_eval_duration"]) == (7, 2_000_000)
     assert (last["eval_count"], last["eval_duration"]) == (5, 1_500_000)
     assert last["timings"]["hit_rate"] == 0.5
-    # One that was cut off is none.
+    # A call that was cut off is left out.
     (cut,) = lines("/api/chat", event(**pieces[0]), event("length"))
     assert "tool_calls" not in cut["message"] and cut["done_reason"] == "length"
 
 
-def test_a_prompt_alone_has_its_own_form():
+def test_api_generate_has_its_own_form():
     raw = json.dumps({"choices": [{"text": "b", "index": 0, "finish_reason": "stop"}]}).encode()
     said, _ = lines("/api/generate", event(content="b"), event("stop"))
     assert said["response"] == "b" and "message" not in said
@@ -75,7 +75,7 @@ TRANSLATED = [
 OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
 
 
-# Beside the message, or the prompt.
+# (path, fields of the request, fields that llama.cpp gets), next to the message or prompt.
 @cases(
     "path, asked, got",
     (CHATTED, {}, {"messages": SAID, "stream": True}),
@@ -92,7 +92,7 @@ OPTIONS = {"num_predict": 7, "top_p": 0.5, "stop": ["x"]}
     (PROMPTED, {"system": "s"}, {"messages": [{"role": "system", "content": "s"}, *SAID]}),
     (PROMPTED, {"raw": True}, {"prompt": "a", "messages": None}),
 )
-def test_a_request_becomes_openais(path, asked, got):
+def test_requests_are_translated_to_openais_form(path, asked, got):
     served = FakeServed(streaming(b"data: [DONE]\n\n"))
     needed = {"messages": SAID} if path == CHATTED else {"prompt": "a"}
     ask(app_for(served), path, needed | asked)
@@ -112,18 +112,18 @@ def result(content, **more):
     return {"role": "tool", "content": content, **more}
 
 
-# Messages, and the id and name that the result "x" of a tool gets.
+# (messages, id and name of the result "x")
 @cases(
     "messages, id, name",
-    # By its name, also if an earlier one has no result.
+    # Matched by the tool's name, even if an earlier call has no result.
     ([calls("f", "g"), result("x", tool_name="g")], "call_1", "g"),
     ([calls("f", "g", "f"), result("1", tool_name="f"), result("x", tool_name="f")], "call_2", "f"),
     ([calls("f"), calls("g"), result("x")], "call_1", "g"),
     ([calls("f"), *SAID, calls("f"), result("x", tool_name="f")], "call_1", "f"),
-    # By its id.
+    # Matched by id.
     ([calls("f", id="own"), result("x", tool_call_id="own")], "own", "f"),
     ([calls("f", id="a"), calls("g", id="b"), result("x", tool_call_id="a")], "a", None),
-    # By its order.
+    # Matched by order.
     ([calls("f", "g"), result("1"), result("x")], "call_1", "g"),
     ([calls("f"), result("x", tool_name="other")], "call_0", "f"),
     ([result("x")], "", None),
@@ -161,7 +161,8 @@ MODEL = {"id": "m", "meta": {"size": 5, "n_params": 7_000_000_000, "ftype": "Q8_
 
 
 def test_the_model_is_described_as_ollama_does():
-    """With each field that its clients read, among them times that they parse."""
+    """The description has every field that Ollama's clients read, including times that they
+    parse."""
     listing = json.dumps({"data": [MODEL]}).encode()
     served = FakeServed(
         whole(listing), whole(listing), whole(listing), whole(b'{"chat_template": "t"}')
@@ -202,7 +203,7 @@ def test_an_error_is_a_sentence(path, asked, status, says):
     assert says in reply.json()["error"]
 
 
-def test_an_answer_that_breaks_off_says_why():
+def test_errors_during_and_before_an_answer():
     said, failed = lines("/api/chat", event(content="b"), b"data: " + FAILED + b"\n\n")
     assert said["message"]["content"] == "b" and failed == {"error": "the disk is gone"}
     refused = whole(b'{"error": {"message": "too long"}}', 400)
@@ -213,7 +214,7 @@ def test_an_answer_that_breaks_off_says_why():
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/chat", "messages"), ("/api/generate", "prompt")])
-def test_no_prompt_asks_for_a_model_that_is_loaded(path, name):
+def test_a_request_without_a_prompt_reports_a_loaded_model(path, name):
     for asked in ({}, {name: type(SAID)() if name == "messages" else ""}):
         said = ask(app_for(FakeServed()), path, asked).json()
         assert (said["done"], said["done_reason"]) == (True, "load")

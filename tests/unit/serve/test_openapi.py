@@ -1,5 +1,5 @@
-"""What is published: the description names what there is, and what it names is true; the page is
-one file, needs no network, and has nothing that only a mouse can reach."""
+"""Published documents: /openapi.json describes all paths and nothing else. The page is one file,
+needs no network, and can be used by keyboard."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from orchestrator.serve.schemas import document
 from orchestrator.serve.views import PAGE
 
-# What a server must never do to any request, and what holds of each answer.
+# Checks of schemathesis for every request and answer.
 CHECKS = (
     "not_a_server_error",
     "content_type_conformance",
@@ -24,7 +24,7 @@ CHECKS = (
 )
 
 
-def test_it_describes_each_path_and_no_other():
+def test_the_description_has_exactly_the_served_paths():
     app = app_for(FakeServed())
     routes = {
         (route.path.replace(":path}", "}"), method.lower())
@@ -37,7 +37,7 @@ def test_it_describes_each_path_and_no_other():
     assert {(path, method) for path, methods in paths.items() for method in methods} == routes
 
 
-def test_what_it_refers_to_is_there():
+def test_references_of_the_description_exist():
     whole = document(has_key=False)
     assert "security" not in whole
     names = set(whole["components"]["schemas"])
@@ -45,7 +45,7 @@ def test_what_it_refers_to_is_there():
     assert used == names
 
 
-def test_it_needs_the_key_and_says_so():
+def test_the_description_needs_the_key_and_declares_it():
     app = app_for(FakeServed(), api_key="k")
     assert ask(app, "/openapi.json").status == 401
     found = ask(app, "/openapi.json", x_api_key="k").json()
@@ -53,7 +53,7 @@ def test_it_needs_the_key_and_says_so():
     assert scheme == {"type": "http", "scheme": "bearer"} and found["security"] == [{"key": []}]
 
 
-def test_a_wrong_method_is_told_the_right_one():
+def test_a_wrong_method_names_the_allowed_one():
     app = app_for(FakeServed())
     assert ask(app, "/tokenize", method="GET").headers["allow"] == "POST"
 
@@ -65,7 +65,7 @@ def test_schemathesis_finds_nothing(tmp_path, library):
     with serving(tmp_path, *options) as served:
         command = ("-m", "schemathesis.cli", "run", served.url + "/openapi.json")
         more = ("--checks", ",".join(CHECKS), "--max-examples", "5", "--seed", "1")
-        # That a busy machine makes requests slowly is no finding.
+        # A slow machine is not a finding.
         more += ("--suppress-health-check", "too_slow", "--request-timeout", "60")
         done = python(*command, *more, "--phases", "fuzzing", folder=tmp_path)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
@@ -86,7 +86,7 @@ def elements():
     return parser.found
 
 
-def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
+def test_the_page_needs_no_key_and_connects_only_to_its_server():
     app = app_for(FakeServed(), api_key="k")
     reply = ask(app, "/")
     assert reply.status == 200 and reply.body == PAGE.read_bytes()
@@ -97,7 +97,7 @@ def test_the_page_needs_no_key_and_may_speak_to_this_server_alone():
 
 def test_the_page_is_one_file():
     text = PAGE.read_text()
-    # The icon is in the page too, and its namespace is a name that nobody fetches.
+    # The icon is a data URL. Its XML namespace is never fetched.
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|//cdn|@import|url\(", text)
     for tag, attributes in elements():
         assert "src" not in attributes and tag not in ("iframe", "img"), tag
@@ -106,7 +106,7 @@ def test_the_page_is_one_file():
         assert not any(name.startswith("on") for name in attributes), tag
 
 
-def test_what_can_be_used_has_a_name_for_a_screen_reader():
+def test_elements_have_names_for_screen_readers():
     found = elements()
     (html,) = (attributes for tag, attributes in found if tag == "html")
     assert html["lang"] == "en"
@@ -116,6 +116,6 @@ def test_what_can_be_used_has_a_name_for_a_screen_reader():
         if tag == "canvas":
             assert attributes["role"] in ("img", "application"), tag
     assert any(attributes.get("role") == "log" for _, attributes in found)
-    # What the script refers to is there.
+    # Every id that the script uses exists.
     ids = {attributes["id"] for _, attributes in found if "id" in attributes}
     assert set(re.findall(r'\$\("(\w+)"\)', PAGE.read_text())) <= ids

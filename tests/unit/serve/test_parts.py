@@ -1,4 +1,5 @@
-"""What comes of an answer, from a thread to the event loop: all of it, in order, and none waits."""
+"""Parts of an answer on their way from a thread to the event loop: complete, in order, and without
+delay."""
 
 import asyncio
 import os
@@ -15,12 +16,13 @@ from orchestrator.serve.admission import finish_despite_cancel
 from orchestrator.serve.answer import Parts
 
 N = 20_000
-# A rest that is not cut short takes ten times as long as what hangs.
+# A rest that is not shortened takes ten times the timeout of a deadlock.
 LONG_S = 10 * HANG_S
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock a test puts forward: nothing depends on how fast it runs."""
+    """An event loop whose clock the test moves forward, so no test depends on the machine's
+    speed."""
 
     def __init__(self):
         super().__init__()
@@ -37,18 +39,21 @@ class Loop(asyncio.SelectorEventLoop):
         return timer
 
     def until_rest(self, number):
-        """In another thread: until somebody began to wait for a long moment that often."""
+        """From another thread: wait until a long timer was started this many times."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), "nobody rests"
+            assert self._changed.wait_for(lambda: self._rests >= number, HANG_S), (
+                "no long timer was started"
+            )
 
     def skip(self):
-        """In another thread: what rests since before this call has its end."""
+        """From another thread: let all timers expire that were started before this call."""
         self._skipped_s += 2 * LONG_S
         self.call_soon_threadsafe(lambda: None)
 
 
 class Made:
-    """A request as the native one: who takes nothing is told of what comes next, once."""
+    """A request that behaves like the native one: after `take` found nothing, the next part writes
+    one byte to the pipe."""
 
     def __init__(self, make, loop):
         self._make, self._changed = make, threading.Condition()
@@ -83,14 +88,17 @@ class Made:
             return text, self._ended
 
     def until_taken(self):
-        """In the thread that makes: until nothing is left of what was put."""
+        """From the producing thread: wait until all parts have been taken."""
         with self._changed:
-            assert self._changed.wait_for(lambda: not self._come, HANG_S), "nobody takes it"
+            assert self._changed.wait_for(lambda: not self._come, HANG_S), "the part was not taken"
 
     def until_awaited(self):
-        """In the thread that makes: until somebody found nothing and waits to be told."""
+        """From the producing thread: wait until the consumer has found nothing and waits for a
+        byte."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._awaited, HANG_S), "nobody waits"
+            assert self._changed.wait_for(lambda: self._awaited, HANG_S), (
+                "the consumer does not wait"
+            )
 
     def cancel(self):
         self.cancelled.set()
@@ -111,7 +119,7 @@ def answer_of(request):
 
 
 def through(make, use):
-    """What a coroutine makes of the parts of such a request, and the request."""
+    """Run a coroutine on the parts of a request. Returns its result and the request."""
     loop = Loop()
     request = Made(make, loop)
 
@@ -129,13 +137,14 @@ def through(make, use):
 
 
 def rest(monkeypatch, seconds):
-    """How long fast parts wait for each other."""
+    """Set the time that fast parts wait for the next one."""
     for each in (module, runtime_module):
         monkeypatch.setattr(each, "REST_S", seconds)
 
 
 async def all_of(parts, _request):
-    """Those that are not empty. Where nobody wakes it, the thread that makes them gives up."""
+    """All parts that are not empty. If a wake-up is lost, the producing thread fails after
+    HANG_S."""
     found, is_all = [], False
     while not is_all:
         text, is_all = await parts.next(None)
@@ -143,23 +152,23 @@ async def all_of(parts, _request):
     return found
 
 
-def test_all_of_it_arrives_in_order(monkeypatch):
-    """However the two meet: a wake-up that is lost would leave a stream silent."""
+def test_all_parts_arrive_in_order(monkeypatch):
+    """No wake-up is lost, whatever the timing of the two threads."""
     rest(monkeypatch, 1e-4)
 
     def make(request):
         for number in range(N):
             request.put(b"%d\n" % number)
             if number % 64 == 0:
-                time.sleep(1e-5)  # so that the loop waits now and then
-        request.until_taken()  # its end would wake it as well
+                time.sleep(1e-5)  # so that the event loop waits from time to time
+        request.until_taken()  # the end of the request would also wake the loop
 
     found, _ = through(make, all_of)
     assert [int(line) for line in b"".join(found).splitlines()] == list(range(N))
 
 
 def put_fast(request, text):
-    """So often that the next parts wait for each other."""
+    """Put FAST parts in a row, after which further parts are collected."""
     for _ in range(FAST):
         request.put(text)
         request.until_taken()
@@ -171,8 +180,9 @@ def long_rest(monkeypatch):
     rest(monkeypatch, LONG_S)
 
 
-def test_fast_parts_go_together(long_rest):
-    """The first ones go alone. What comes then waits until the rest is over, or all has come."""
+def test_fast_parts_are_collected(long_rest):
+    """The first FAST parts go alone. Later ones are collected until the rest is over or the answer
+    has ended."""
 
     def make(request):
         put_fast(request, b"a")
@@ -189,7 +199,7 @@ def test_fast_parts_go_together(long_rest):
 
 
 def test_slow_parts_go_at_once(long_rest):
-    """Those that come slowly from the beginning, and those that were fast before."""
+    """Parts are sent at once if they come slowly from the start, or slowly after fast ones."""
 
     def make(request):
         def put_slowly(text):
@@ -201,7 +211,7 @@ def test_slow_parts_go_at_once(long_rest):
         for _ in range(5):
             put_slowly(b"a")
         put_fast(request, b"b")
-        request.loop.skip()  # a part that came now might have waited
+        request.loop.skip()  # otherwise a part that comes now would wait
         for _ in range(3):
             put_slowly(b"c")
 
@@ -222,8 +232,8 @@ def test_the_end_waits_for_nothing(long_rest):
     assert through(make, use)[0] == [b"a"] * FAST + [b"b"]
 
 
-def test_who_is_cancelled_waits_no_more():
-    """The work ends, and what comes afterwards wakes nobody; no error is left in the loop."""
+def test_a_cancelled_consumer_ends_the_work():
+    """The work ends, later parts wake nothing, and the loop has no unhandled error."""
 
     def make(request):
         request.cancelled.wait(HANG_S)
@@ -245,7 +255,7 @@ def test_who_is_cancelled_waits_no_more():
     assert errors == [] and request.cancelled.is_set()
 
 
-def test_what_the_thread_raises_is_raised():
+def test_an_exception_of_the_thread_is_raised():
     def make(_request):
         raise OSError("gone")
 
@@ -254,8 +264,9 @@ def test_what_the_thread_raises_is_raised():
 
 
 @in_a_loop
-async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
-    """Also where nobody waits for it any more: without being asked it would go on for long."""
+async def test_a_cancelled_task_ends_its_thread_first():
+    """The work is told to end even if its awaiting task was cancelled. Otherwise it would continue
+    for HANG_S."""
     ended = threading.Event()
     loop = asyncio.get_running_loop()
     work = loop.run_in_executor(None, ended.wait, HANG_S)
@@ -268,12 +279,12 @@ async def test_work_on_a_thread_is_outlasted_and_asked_to_end():
 
 
 @in_a_loop
-async def test_who_closes_it_comes_behind_its_end():
-    """Also where the thread has ended, and the loop has heard that just now."""
+async def test_close_waits_for_the_end_callback():
+    """`close` waits for the callback of the end, even if the thread has already ended."""
     seen = []
     answer = answer_of(Made(lambda _: None, None))
     parts = Parts(answer, lambda: seen.append("end"))
     while not answer.has_ended:
-        time.sleep(1e-3)  # the loop has not heard of it
+        time.sleep(1e-3)  # without running the event loop
     await parts.close()
     assert seen == ["end"]

@@ -1,4 +1,4 @@
-"""What llama.cpp gets to see of a request, in which words, and what is refused in a sentence."""
+"""The body that llama.cpp gets for a request, and requests that are refused with a message."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ NEEDED = {
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
 }
-# What clients send to any server, and what changes nothing here.
+# Fields that clients send to any server and that have no effect here.
 USUAL = {
     **{"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
     **{"cache_control": {"type": "ephemeral"}, "betas": ["a"], "prompt_cache_key": "k"},
@@ -38,14 +38,14 @@ OUTPUT = {"type": "function_call_output", "call_id": "a"}
 
 
 def asked(path, data, most_body_bytes=2**20):
-    """(status, what llama.cpp got, or else the sentence)."""
+    """(status, body that llama.cpp gets, or the error message)."""
     served = FakeServed(whole())
     served.most_body_bytes = most_body_bytes
     reply = ask(app_for(served, parallel=2), path, data)
     if not served.asked:
         return reply.status, reply.json()["error"]["message"]
     got = json.loads(served.asked[0][1])
-    got.pop("id_slot", None)  # the server names it
+    got.pop("id_slot", None)  # set by the server
     return reply.status, got
 
 
@@ -85,7 +85,7 @@ def chosen(tools, tool_choice, **more):
 
 
 @pytest.mark.parametrize("path", NEEDED)
-def test_what_means_nothing_here_is_left_out_and_what_steers_llama_cpp_is_refused(path):
+def test_fields_without_effect_are_removed_and_internal_ones_refused(path):
     needed = NEEDED[path]
     assert asked(path, {**needed, **USUAL}) == (200, needed)
     for name in INNER:
@@ -99,10 +99,10 @@ FORM, OBJECT = {"type": "json_schema"}, "schema must be an object"
 ONE, TWO = [tool("a")], [tool("a"), tool("b")]
 
 
-# Beside what the path needs.
+# (path, fields next to those that the path needs, part of the error message)
 @cases(
     "path, data, says",
-    # No request of its path.
+    # Wrong types and values.
     *[
         (path, {"messages": messages}, "messages")
         for path in (CHAT, MESSAGES, COUNT, "/apply-template")
@@ -144,11 +144,11 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
         ("/detokenize", {"tokens": [*range(10_000), wrong]}, "tokens[10000] must be a whole number")
         for wrong in (-1, 2**31, True)
     ],
-    # More than is computed for one request.
+    # More than the server computes for one request.
     (CHAT, {"x": nested(MOST_DEPTH)}, "nested more than 100 levels deep"),
     (CHAT, {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias must be"),
     (CHAT, {"logit_bias": [["word " * 4000, 1]]}, "texts of logit_bias: 20000"),
-    # A token that the model does not have.
+    # Tokens that the model does not have.
     (
         CHAT,
         {"logit_bias": {"4096": -100}},
@@ -182,7 +182,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (CHAT, {"json_schema": {"$ref": LONG_NAME}}, "a name in json_schema: 300 characters"),
     # Pieces of tokens take a hundred times the memory of their text.
     ("/tokenize", {"content": "a" * 140_000, "with_pieces": True}, "at most 128 KiB"),
-    # What llama.cpp's server would leave out without a word.
+    # Fields that llama.cpp's server would ignore without an error.
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     (CHAT, {"functions": [{"name": "a"}]}, "tools"),
@@ -203,7 +203,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
     (COUNT, said(DOCUMENT), "document"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "cannot run tools"),
     (MESSAGES, {"mcp_servers": [{"url": "https://mcp.example"}]}, "mcp_servers"),
-    # A choice of tools that cannot be met.
+    # tool_choice that no tool can satisfy.
     (CHAT, {"tool_choice": "required"}, "has no tools"),
     (CHAT, {"tools": {}, "tool_choice": "auto"}, "tools must be a list"),
     (CHAT, {"tools": ONE, "tool_choice": choice("b")}, "'b', but tools has no"),
@@ -212,7 +212,7 @@ ONE, TWO = [tool("a")], [tool("a"), tool("b")]
         for wrong in ("sometimes", 3, {"type": "function"}, allowed(3))
     ],
 )
-def test_what_is_refused_gets_a_sentence(path, data, says):
+def test_refused_fields_have_a_message(path, data, says):
     status, why = asked(path, {**NEEDED[path], **data})
     assert status == 400 and says in why
 
@@ -224,7 +224,7 @@ SERIAL = {"type": "auto", "disable_parallel_tool_use": True}
 AS_SENT = None
 
 
-# What a path's request becomes, without what the path needs; AS_SENT where it stays as it is.
+# (path, fields next to those that the path needs, fields that llama.cpp gets). AS_SENT: unchanged.
 @cases(
     "path, data, seen",
     (CHAT, {"logit_bias": [[n, 1] for n in range(1024)]}, AS_SENT),
@@ -233,7 +233,7 @@ AS_SENT = None
     (CHAT, {"stop": "x" * 200}, AS_SENT),
     (CHAT, {"stop": ""}, {}),
     (CHAT, {"stop": ["", "x"]}, {"stop": ["x"]}),
-    # Some clients have no whole numbers.
+    # Some clients send whole numbers as floats.
     *[
         (each, {"max_tokens": 64.0, "seed": 1.0}, {"max_tokens": 64, "seed": 1})
         for each in (CHAT, MESSAGES, COMPLETIONS, NATIVE, INFILL)
@@ -255,13 +255,13 @@ AS_SENT = None
     (COMPLETIONS, {"best_of": 1, "suffix": ""}, {}),
     (RESPONSES, {"background": False, "conversation": None, "store": False}, {}),
     (MESSAGES, said({"type": "text", "text": "a"}, {"type": "thinking"}), AS_SENT),
-    # Agents offer tools that a server would run to any server.
+    # Agents offer tools that a server would run. They are left out.
     (RESPONSES, {"tools": [{"type": "web_search"}, OWN]}, {"tools": [OWN]}),
     (MESSAGES, {"tools": [{"type": "web_search_20250305"}, OWN]}, {"tools": [OWN]}),
-    # llama.cpp would take memory for more.
+    # llama.cpp would allocate memory for larger values.
     (NATIVE, {"repeat_last_n": 2**31 - 1}, {"repeat_last_n": 512}),
     (NATIVE, {"dry_penalty_last_n": -1}, {"dry_penalty_last_n": 512}),
-    # A named tool is the only one.
+    # A named tool becomes the only one.
     (CHAT, chosen(TWO, choice("b")), {**NAMED, "tools": TWO[1:]}),
     (RESPONSES, chosen(PLAIN, {"type": "function", "name": "b"}), NAMED),
     (MESSAGES, chosen(PLAIN, {"type": "tool", "name": "b"}), chosen(PLAIN[1:], {"type": "any"})),
@@ -269,25 +269,25 @@ AS_SENT = None
     (RESPONSES, chosen(PLAIN, allowed([plain_tool("b")], "required")), NAMED),
     *[(CHAT, chosen(ONE, word), AS_SENT) for word in ("auto", "none", "required")],
     (CHAT, {"tool_choice": "auto"}, AS_SENT),
-    # Anthropic has words of its own: llama.cpp would take what it does not know for "auto".
+    # Anthropic's values of tool_choice. llama.cpp would read unknown ones as "auto".
     (MESSAGES, chosen(PLAIN, {"type": "none"}), {}),
     (MESSAGES, chosen(PLAIN, {"type": "any"}), AS_SENT),
     (MESSAGES, chosen(PLAIN, SERIAL), chosen(PLAIN, {"type": "auto"}, parallel_tool_calls=False)),
 )
-def test_what_llama_cpp_gets_to_see(path, data, seen):
+def test_the_body_that_llama_cpp_gets(path, data, seen):
     expected = {**NEEDED[path], **(data if seen is AS_SENT else seen)}
     assert asked(path, {**NEEDED[path], **data}) == (200, expected)
 
 
-def test_an_answer_with_probabilities_is_as_long_as_memory_has_room_for():
+def test_probabilities_limit_the_length_of_an_answer():
     asks = {**ASK, "logprobs": True, "top_logprobs": 20}
     assert 100 <= asked(CHAT, asks)[1]["max_tokens"] < 512
     assert "max_tokens" not in asked(CHAT, {**asks, "stream": True})[1]
     assert "max_tokens" not in asked(COMPLETIONS, {"prompt": "a", "logprobs": 1})[1]
 
 
-def test_the_declaration_knows_each_field_of_upstreams():
-    """A field that upstream adds is served, refused or left out on purpose."""
+def test_every_field_of_upstream_is_declared():
+    """Every field that upstream adds must be accepted, refused or ignored on purpose."""
     for path in (*GENERATING, *QUICK):
         assert request_schema(path)["properties"]
     if not sorted(REAL_CACHE.glob("source/*/vendor/llama.cpp/tools/server/server-schema.cpp")):
@@ -296,7 +296,7 @@ def test_the_declaration_knows_each_field_of_upstreams():
     from fields import declared
 
     ours = {name for path in GENERATING for name in request_schema(path)["properties"]}
-    # What changes nothing here, or is the server's to decide.
+    # Fields without an effect here, or set by the server.
     left_out = {"backend_sampling", "n_cache_reuse", "n_discard", "reasoning_control"}
     left_out |= {"sse_ping_interval", "id_slot"}
     assert not set(declared(REAL_CACHE)) - {"include_usage"} - ours - set(INNER) - left_out

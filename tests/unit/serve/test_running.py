@@ -1,4 +1,4 @@
-"""The server as a process: what it says before it can answer, connections, and its end."""
+"""The server process: status before it can answer, connections, and shutdown."""
 
 import asyncio
 import json
@@ -21,7 +21,6 @@ from waiting import wait_until
 
 from orchestrator.config import Config
 from orchestrator.errors import NativeError
-from orchestrator.runtime import answering as module
 from orchestrator.runtime import runtime as runtime_module
 from orchestrator.serve.run import (
     LEAST_CONNECTIONS,
@@ -31,7 +30,6 @@ from orchestrator.serve.run import (
     most_connections,
 )
 from orchestrator.serve.settings import ServeSettings
-from orchestrator.serve.state import Stopped
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -46,66 +44,43 @@ def status_of(url):
     return refused.value.code, json.load(refused.value)["error"]["message"]
 
 
-def test_health_is_503_while_the_server_is_compiled(library, monkeypatch):
-    """Who started it waits for a status, and a compiler may take minutes."""
-    compiling, is_stopped = threading.Event(), threading.Event()
-
-    def compile_it(_bindings, is_stopping):
-        compiling.set()
-        while not is_stopping():
-            is_stopped.wait(0.01)
-        is_stopped.set()
-        raise Stopped
-
-    monkeypatch.setattr(runtime_module, "server_library", compile_it)
-    running = made()
+def test_health_is_503_while_the_model_is_loading(library, monkeypatch):
+    """A client polls /health until the model is ready, and loading may take minutes."""
+    running, loading, answered = made(), threading.Event(), threading.Event()
     said = []
+
+    def held(*_):
+        loading.set()
+        assert answered.wait(HANG_S)
+        raise NativeError("the library is missing")
 
     def ask():
         try:
-            assert compiling.wait(HANG_S)
+            assert loading.wait(HANG_S)
             said.append(status_of(running.url))
         finally:
-            running.stop()
+            answered.set()
 
+    monkeypatch.setattr(runtime_module, "server_library", held)
     asking = threading.Thread(target=ask)
     asking.start()
-    assert running.run()
+    with pytest.raises(NativeError, match="the library is missing"):
+        running.run()
     asking.join()
-    assert said == [(503, "the model is loading")] and is_stopped.is_set()
+    assert said == [(503, "the model is loading")]
 
 
-def test_a_server_that_cannot_be_compiled_says_why(library, monkeypatch):
+def test_a_missing_server_core_is_reported(library, monkeypatch):
     def fail(*_):
-        raise NativeError("no compiler")
+        raise NativeError("the library is missing")
 
     monkeypatch.setattr(runtime_module, "server_library", fail)
-    with pytest.raises(NativeError, match="no compiler"):
+    with pytest.raises(NativeError, match="the library is missing"):
         made().run()
 
 
-def test_a_stop_ends_the_compilers(library, monkeypatch, tmp_path):
-    from orchestrator.native.llama import Bindings
-
-    tool = tmp_path / "tool.py"
-    begun, ended = tmp_path / "begun", tmp_path / "ended"
-    tool.write_text(
-        "import pathlib, signal, sys, time\n"
-        "def end(*_):\n"
-        f"    pathlib.Path({str(ended)!r}).touch()\n"
-        "    sys.exit()\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        f"pathlib.Path({str(begun)!r}).touch()\n"
-        f"time.sleep({HANG_S})\n"
-    )
-    monkeypatch.setattr(module, "TOOL", tool)
-    with pytest.raises(Stopped):
-        module.server_library(Bindings.load(), begun.exists)
-    assert ended.exists()
-
-
 class Stuck:
-    """A runtime whose last step does not end. kept: how often it kept what was learned."""
+    """A runtime whose last step does not end. kept: number of calls that save what was learned."""
 
     def __init__(self):
         self.kept, self.runtime = 0, self
@@ -119,8 +94,8 @@ class Stuck:
 
 
 @pytest.mark.parametrize("where", ["quick", "decode", ""])
-def test_what_cannot_be_ended_is_not_waited_for(library, where):
-    """All is saved, and one line says so."""
+def test_shutdown_does_not_wait_for_stuck_work(library, where):
+    """Everything is saved, and one line reports that the server exits without waiting."""
     lines = []
     service = made(lines.append)._service
     stuck, go_on, at_work = Stuck(), threading.Event(), threading.Event()
@@ -163,20 +138,21 @@ served = running("--ram", "160MiB", "--policy", "lru", "--ctx", "512", files=100
 
 
 def test_small_parts_of_an_answer_are_sent_at_once():
-    """Otherwise each waits for the client's acknowledgement."""
+    """Connections have TCP_NODELAY. Otherwise each part would wait for the client's
+    acknowledgement."""
 
     async def run():
-        told = asyncio.Future()
+        no_delay = asyncio.Future()
 
         async def accepted(_reader, writer):
             sock = writer.get_extra_info("socket")
-            told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            no_delay.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         with listen(ServeSettings(port=0)) as sock:
             server = await asyncio.start_server(accepted, sock=sock)
             _, writer = await asyncio.open_connection(*sock.getsockname()[:2])
-            found = await told
+            found = await no_delay
             writer.close()
             server.close()
         return found
@@ -185,7 +161,8 @@ def test_small_parts_of_an_answer_are_sent_at_once():
 
 
 def test_a_client_from_another_address_gets_its_turn(served):
-    """However many requests the first address has waiting."""
+    """A client at a second address gets an answer although the first address has 30 requests
+    waiting."""
     said = [{"role": "user", "content": "hello"}]
     body = json.dumps({"messages": said, "max_tokens": 60, "ignore_eos": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -204,8 +181,8 @@ def test_a_client_from_another_address_gets_its_turn(served):
     assert b"HTTP/1.1 429" in statuses and b"HTTP/1.1 200" in statuses
 
 
-def test_one_connection_too_many_gets_503(served):
-    """The others go on, and so does the server."""
+def test_a_connection_above_the_limit_gets_503(served):
+    """Existing connections continue, and the server accepts new ones later."""
     with ExitStack() as stack:
         socks = [stack.enter_context(served.connected()) for _ in range(90)]
         said = socks[-1].recv(1 << 16)
@@ -217,8 +194,9 @@ def test_one_connection_too_many_gets_503(served):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
-def test_without_file_descriptors_it_says_so_once_and_waits(served):
-    """asyncio alone logs 80,000 lines a second."""
+def test_missing_file_descriptors_are_logged_once(served):
+    """Without file descriptors the server logs one line and waits. asyncio alone would log 80,000
+    lines per second."""
     pid = served.process.pid
     usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     n_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
@@ -235,7 +213,8 @@ def test_without_file_descriptors_it_says_so_once_and_waits(served):
 
 
 def assert_answers(served):
-    """A new client is heard, once those that have left are noticed."""
+    """Assert that a new client gets an answer after the server has noticed the closed
+    connections."""
     while True:
         with served.connected() as sock:
             sock.sendall(HEALTH + b"Connection: close\r\n\r\n")

@@ -1,4 +1,4 @@
-"""`echo` with logprobs: what may be asked, the form of the answer, and lm_eval as a client."""
+"""`echo` with logprobs: accepted requests, the form of the answer, and lm_eval as a client."""
 
 import json
 import threading
@@ -32,13 +32,13 @@ from orchestrator.serve.state import Stopped
 PATH = "/v1/completions"
 ASK = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
 BEGIN, N_VOCAB = 256, 257
-# Most that the demo model takes for a context of 512 tokens, twice.
+# Enough for the demo model with two contexts of 512 tokens.
 RAM = "160MiB"
 TEXT = "The fox sat by the river and looked at the stars. A star, they said, is hot and far away. "
 
 
 class ByteModel:
-    """A vocabulary of the bytes and a token that stands before each text."""
+    """A vocabulary of all bytes and one begin token."""
 
     n_vocab = N_VOCAB
 
@@ -64,7 +64,7 @@ class ByteModel:
 
 
 class ScoringServed(FakeServed):
-    """The token behind another one is the one with the next number, in two of three."""
+    """A model in which token n is followed by n + 1 with probability 2/3 and by n + 2 with 1/3."""
 
     def __init__(self, model=None, error=None):
         super().__init__(whole())
@@ -104,11 +104,11 @@ NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string"
     ({"max_tokens": 1}, "temperature"),
     ({"max_tokens": 1, "temperature": 0.5}, "temperature"),
     ({"stream": True}, "stream"),
-    ({"n": 2}, "n out"),
-    ({"n_cmpl": 3}, "n_cmpl out"),
-    ({"n_predict": 50}, "n_predict out"),
-    ({"n_predict": -1}, "n_predict out"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens out"),
+    ({"n": 2}, "leave out n"),
+    ({"n_cmpl": 3}, "leave out n_cmpl"),
+    ({"n_predict": 50}, "leave out n_predict"),
+    ({"n_predict": -1}, "leave out n_predict"),
+    ({"max_completion_tokens": 0}, "leave out max_completion_tokens"),
     ({"stop": ["a"]}, "stop"),
     ({"logit_bias": {"1": 1}}, "logit_bias"),
     ({"echo": "yes"}, "echo must be"),
@@ -122,7 +122,7 @@ NO_PROMPTS = ([], [[]], ["a", 1], [True], [1.5], [2**70], [-1], {"prompt_string"
     ({"prompt": "a" * 512, "max_tokens": 1, "temperature": 0}, "512 tokens exceeds"),
     ({"prompt": ["a" * 512] * 33}, "together"),
 )
-def test_any_other_echo_is_refused(change, names):
+def test_other_forms_of_echo_are_refused(change, names):
     served = ScoringServed()
     assert_refused(app_for(served), PATH, ASK | change, names)
     assert not served.asked
@@ -141,15 +141,16 @@ HALVES = ["a", "bytes:\\xc3", "bytes:\\xa4", "b"]
 @cases(
     "model, prompt, text, tokens, logp, offsets",
     (ByteModel(), "abd", "abd", ["a", "b", "d"], [None, 2 / 3, 1 / 3], [0, 1, 2]),
-    # Tokens, and bytes that are a character together.
+    # Tokens, and bytes that form one character together.
     (ByteModel(), list("aäb".encode()), "aäb", HALVES, [None, 0, 0, 0], [0, 1, 1, 2]),
-    # What the server puts before a text is not a part of it, and yet something to go by.
+    # A begin token or space that the tokenizer adds is no part of the text, but the first token is
+    # predicted from it.
     (ByteModel(begins=True), "ab", "ab", ["a", "b"], [0, 2 / 3], [0, 1]),
     (ByteModel(begins=True), "<s>a", "<s>a", ["<", "s", ">", "a"], [None, 0, 0, 0], range(4)),
     (ByteModel(begins=True), [BEGIN, 0, 1], "<s>\0\1", ["<s>", "\0", "\1"], None, [0, 3, 4]),
     (ByteModel(spaced=True), "ab", "ab", [" ", "a", "b"], [None, 0, 2 / 3], [0, 0, 1]),
 )
-def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
+def test_scores_have_openais_form(model, prompt, text, tokens, logp, offsets):
     answer = scored(ASK | {"prompt": prompt, "logprobs": 2}, model)
     (choice,) = answer["choices"]
     assert answer["object"] == "text_completion" and answer["model"] == "bytes"
@@ -176,7 +177,7 @@ def test_the_form_is_openais(model, prompt, text, tokens, logp, offsets):
 
 
 @cases("prompt, text, finish", ("ab", "abc", "length"), ("xy", "xyz", "stop"))
-def test_one_token_more_is_the_likeliest(prompt, text, finish):
+def test_max_tokens_1_appends_the_likeliest_token(prompt, text, finish):
     answer = scored(ASK | {"prompt": [prompt, "a"], "max_tokens": 1, "temperature": 0})
     first, second = answer["choices"]
     assert first["text"] == text and first["finish_reason"] == finish
@@ -186,18 +187,19 @@ def test_one_token_more_is_the_likeliest(prompt, text, finish):
     assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_what_is_scored_is_what_the_plan_has():
+def test_scored_tokens_are_limited_by_the_plan():
     config = Config.build(model="a.gguf")
     longer = config.with_changes(ctx=SCORED_MOST + 100)
     assert [most_scored(each) for each in (config, longer)] == [SCORED_MOST, SCORED_MOST + 100]
     settings, words = ServeSettings(body_limit=1000), Words("gpt2", "")
     planned = [
-        answering(each, settings, words, "").config(each).beside for each in (config, longer)
+        answering(each, settings, words, "").request(each).needs.beside for each in (config, longer)
     ]
     assert planned[1] - planned[0] == 100 * SCORE_BYTES
     served = ScoringServed()
     served.most_scored = 3
-    assert_refused(app_for(served), PATH, ASK | {"prompt": ["ab", "cd"]}, "echo 3 at most")
+    asked = ASK | {"prompt": ["ab", "cd"]}
+    assert_refused(app_for(served), PATH, asked, "the limit with echo is 3")
 
 
 @cases(
@@ -205,7 +207,7 @@ def test_what_is_scored_is_what_the_plan_has():
     (Stopped(), 503, "shutting down"),
     (RuntimeError("no idea"), 500, "the policy failed"),
 )
-def test_what_fails_is_said_in_a_sentence(error, status, says):
+def test_failures_of_scoring_are_reported(error, status, says):
     assert_refused(app_for(ScoringServed(error=error)), PATH, ASK, says, status)
 
 
@@ -215,7 +217,7 @@ live = running(*OPTIONS, "--parallel=2", "--exact")
 
 @pytest.fixture(scope="module")
 def engine(library):
-    """It computes as many tokens at once as the server scores."""
+    """The demo model with micro-batches as large as those in which the server scores."""
     settings = {"ctx": 512, "threads": 1, "policy": "lru", "high_tier": "q4_k", "exact": True}
     config = Config.build(model=DEMO, ubatch=SCORED_TOKENS, logits_all=True, **settings)
     with Runtime.open(config) as opened, opened.evaluator() as evaluator:
@@ -223,7 +225,8 @@ def engine(library):
 
 
 def likelihood(engine, tokens, first, n_more=0):
-    """What eval says to the tokens from `first` on, where n_more are read behind them."""
+    """(log-likelihood of the tokens from `first` on, whether all were the likeliest). n_more:
+    further tokens that are read after them."""
     found = Judge(engine, prefill=True).rows([*tokens, *[0] * n_more], first)
     rows = [log_softmax(row) for row in found][: len(tokens) - first]
     logp = [float(row[token]) for row, token in zip(rows, tokens[first:], strict=True)]
@@ -249,8 +252,8 @@ def test_the_openai_client_scores_within_the_plan(live, engine):
         client.completions.create(model="any", prompt="a", echo=True)
 
 
-def test_an_answer_beside_it_is_what_it_is_alone(live):
-    """It waits for the answer, and the answer for nothing."""
+def test_scoring_does_not_change_a_running_answer(live):
+    """Scoring waits for the running answer and does not change it."""
     data = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
     alone = live.post(PATH, data)["choices"][0]["text"]
     answer = live.asked(PATH, data | {"stream": True}).getresponse()
@@ -268,22 +271,22 @@ def test_an_answer_beside_it_is_what_it_is_alone(live):
     assert live.post(PATH, data)["choices"][0]["text"] == alone
 
 
-def test_a_client_that_leaves_ends_it(live):
+def test_scoring_ends_if_the_client_leaves(live):
     for _ in range(3):
         connection = live.asked(PATH, ASK | {"prompt": [[5] * 500] * 30})
         live.until_running(1)
         connection.close()
     live.until_running(0)
-    # Had it been read to its end, its line would have a status of its own.
+    # A request that was read to its end would have another status.
     ended = "POST /v1/completions 499"
     wait_until(
-        lambda: sum(ended in line for line in live.lines) == 3, "they were read to their end"
+        lambda: sum(ended in line for line in live.lines) == 3, "requests were read to their end"
     )
     assert live.post(PATH, ASK)["choices"]
 
 
 class Tokens:
-    """The tokens of the demo model, as lm_eval asks a tokenizer for them."""
+    """The demo model's tokenizer with the interface that lm_eval expects."""
 
     eos_token, bos_token = "<|im_end|>", None
     chat_template = None

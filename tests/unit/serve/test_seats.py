@@ -1,4 +1,5 @@
-"""Which sequence a request gets: its conversation's own, or the one left alone for the longest."""
+"""The sequence that a request gets: that of its conversation, or else the least recently used
+one."""
 
 import asyncio
 import json
@@ -18,7 +19,7 @@ SYSTEM = {"role": "system", "content": "You are a helper who knows many countrie
 
 
 def chat(*said):
-    """Turns of a user and an assistant, one after the other."""
+    """A conversation with alternating turns of user and assistant."""
     turns = [
         {"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)
     ]
@@ -42,20 +43,20 @@ def test_conversations_with_one_system_prompt_keep_their_sequences():
     for _ in range(3):
         assert take(seats, "one", "said", "more") == 0
         assert take(seats, "two", "said", "more") == 1
-    # Repeated, and with another end.
+    # The same request again, and with another last message.
     assert take(seats, "one", "said", "more") == 0
     assert take(seats, "one", "said", "another") == 0
     assert take(seats, "one", "said", "another", "said", "more") == 0
 
 
-def test_a_new_one_gets_what_was_left_alone_for_the_longest():
+def test_a_new_conversation_gets_the_least_recently_used_sequence():
     seats = SlotManager(2)
     assert [take(seats, "one"), take(seats, "two"), take(seats, "one", "said", "more")] == [0, 1, 0]
     assert take(seats, "three") == 1
     assert take(seats, "two", "said", "more") == 0
 
 
-def test_what_a_sequence_may_still_hold_is_known():
+def test_cells_that_a_sequence_still_holds_are_returned():
     seats = SlotManager(2)
     for said, cells in (("one", 300), ("two", 200)):
         taken, held = seats.take([asked(chat(said))], cells)
@@ -67,13 +68,13 @@ def test_what_a_sequence_may_still_hold_is_known():
     assert seats.take([asked(chat("four")), Conversation()], 5) == ([1, 0], 210)
 
 
-def test_a_sequence_that_decodes_is_given_to_nobody_else():
+def test_a_decoding_sequence_is_not_shared():
     seats = SlotManager(2)
     assert seats.take([asked(chat("one"))])[0] == [0]
     assert seats.take([asked(chat("one", "said", "more"))])[0] == [1]
 
 
-def test_tools_belong_to_what_others_have_too():
+def test_tools_are_part_of_the_shared_prefix():
     with_tools = {**chat("one"), "tools": [CAPITAL]}
     assert asked(with_tools).n_shared_with(asked(chat("one"))) == 0
     assert asked({**chat("two"), "tools": [CAPITAL]}).n_shared_with(asked(with_tools)) == 0
@@ -90,7 +91,7 @@ def test_tools_belong_to_what_others_have_too():
     ({"input": "one"}, {"input": "two"}, False),
     ({"input": "one"}, {"input": "one", "instructions": "be short"}, False),
 )
-def test_texts_tokens_and_responses(before, after, goes_on):
+def test_prompts_of_texts_and_tokens_are_compared(before, after, goes_on):
     assert (asked(after).n_shared_with(asked(before)) > 0) is goes_on
 
 
@@ -99,7 +100,7 @@ def test_texts_tokens_and_responses(before, after, goes_on):
     ({**chat("one"), "n": 3}, 3, 1),
     ({"prompt": ["one", "two"]}, 2, 2),
     ({"prompt": [[1, 2], [3]], "n": 1}, 2, 2),
-    # The later ones follow each other, and nobody knows where.
+    # Each waits for the previous one, and their sequences are not known yet.
     ({"prompt": ["one"] * 5}, 4, 0),
     ({"prompt": []}, 1, 0),
     ({}, 1, 0),
@@ -109,13 +110,13 @@ def test_several_answers_and_several_prompts_take_a_sequence_each(data, n, known
     assert len(found) == n and sum(bool(each.pieces) for each in found) == known
 
 
-def test_the_server_names_it_and_a_client_cannot():
+def test_the_server_chooses_the_sequence():
     served = FakeServed(*(whole() for _ in range(6)))
     app = app_for(served, parallel=2)
     for text in ("one", "two"):
         ask(app, CHAT, {**chat(text), "id_slot": 7})
     ask(app, CHAT, chat("one", "said", "more"))
-    # One conversation, whoever's form it has.
+    # The same conversation in another form of request.
     ask(app, "/v1/messages", {**chat("two", "said", "more"), "max_tokens": 1})
     ask(app, "/v1/completions", {"prompt": ["one", "two"]})
     assert served.sequences == [[0], [1], [0], [1], [0, 1]]
@@ -125,7 +126,7 @@ def test_the_server_names_it_and_a_client_cannot():
     assert alone.sequences == [[0]]
 
 
-def test_a_client_that_leaves_gives_it_back():
+def test_a_client_that_leaves_frees_its_sequence():
     served = FakeServed(whole(hold=Event()), whole())
     app = app_for(served, parallel=2)
 
@@ -141,8 +142,9 @@ def test_a_client_that_leaves_gives_it_back():
 
 
 @in_a_loop
-async def test_what_a_sequence_holds_is_dropped_where_there_is_no_room_beside_it():
-    """Both have held 500 of 1,000 cells. Beside 512 for the one there are no 500 for the other."""
+async def test_cells_of_a_sequence_are_dropped_if_the_context_is_too_small():
+    """Both sequences have held 500 of 1,000 KV cells. While one runs a request for 512, a new
+    request on the other cannot keep these 500, so they are dropped."""
     held = Event()
     served = FakeServed(whole(), whole(), whole(hold=held), whole())
     served.parallel = 2
@@ -171,8 +173,9 @@ served = running(
 
 
 def test_neither_of_two_conversations_is_read_again(served):
-    """The second one begins with the same system prompt, which is more than half of both: without
-    a name, llama.cpp gives it the first one's sequence and keeps nothing of that one's end."""
+    """Both conversations keep their sequence, although they share a system prompt of more than half
+    of their length. With its own choice, llama.cpp would give the second one the sequence of the
+    first."""
     texts = {country: f"{country} is a country. " * 8 for country in ("Norway", "Peru")}
     said = {country: [text] for country, text in texts.items()}
     n_read = {country: [] for country in texts}

@@ -1,4 +1,4 @@
-"""`moe-edge serve` on the demo model, as clients meet it."""
+"""`moe-edge serve` with the demo model, seen by a client."""
 
 import re
 import signal
@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of Norway?"}]
 served = running("--ram", RAM, "--policy", "lru", "--high-tier", "q4_k", "--ctx", "512")
 
 
-def test_an_answer_has_our_costs_and_the_memory_is_kept(served):
+def test_an_answer_has_costs_and_memory_stays_within_the_limit(served):
     data = {"messages": QUESTION, "temperature": 0, "max_tokens": 32, "unknown": [1]}
     answer = served.post("/v1/chat/completions", data)
     assert "Oslo" in answer["choices"][0]["message"]["content"]
@@ -62,7 +62,7 @@ def test_the_openai_client(served):
 
 
 def test_anthropics_form_has_the_fields_of_the_others(served):
-    """llama.cpp's own reading of it drops them."""
+    """The field seed works in Anthropic's form, although llama.cpp's own translation drops it."""
     story = [{"role": "user", "content": "Tell me a story about a fox and a river."}]
     drawn = {"messages": story, "max_tokens": 30, "temperature": 1.5}
     one, same, other = (served.post("/v1/messages", {**drawn, "seed": seed}) for seed in (7, 7, 8))
@@ -70,8 +70,8 @@ def test_anthropics_form_has_the_fields_of_the_others(served):
     assert "hit_rate" in one["timings"]
 
 
-def test_what_is_counted_is_what_is_read(served):
-    """Tools and the template included, in each of the three forms."""
+def test_counted_tokens_equal_read_tokens(served):
+    """Counts include tools and the chat template, in each of the three forms."""
     chat = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
     tools = {"tools": [CAPITAL], "tool_choice": "required"}
     counts = []
@@ -100,8 +100,9 @@ def test_what_is_counted_is_what_is_read(served):
     (signal.SIGINT, "/v1/completions"),
     (signal.SIGINT, "/tokenize"),
 )
-def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
-    """Idle, in the middle of a stream, and in the middle of a request that comes in."""
+def test_a_signal_ends_the_server_cleanly(tmp_path, library, signum, busy):
+    """The signal arrives while the server is idle, during a stream, or while a request body
+    arrives."""
     with serving(tmp_path, "--ram", RAM, "--policy", "lru", "--ctx", "4096") as served:
         data = {"prompt": "One", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         if busy == "/tokenize":
@@ -114,13 +115,13 @@ def test_a_signal_ends_it_cleanly(tmp_path, library, signum, busy):
             assert streaming.getresponse().readline().startswith(b"data: ")
         start_s = time.monotonic()
         status, said = served.end(signum)
-        # Within two seconds where the machine is idle.
+        # Up to two seconds on an idle machine.
         print(f"{signum.name}: {time.monotonic() - start_s:.2f} s")
     assert status == 0, said
     assert "Traceback" not in said and "rror" not in said, said
 
 
-def test_a_port_that_is_taken_is_one_sentence(tmp_path, served):
+def test_a_port_in_use_is_reported(tmp_path, served):
     done = python(*MOE_EDGE, "serve", "--port", served.address[1])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("Error: --host 127.0.0.1 --port")
@@ -133,5 +134,5 @@ def test_clients_at_once_get_answers_or_are_told_to_come_later(tmp_path, library
 
 def test_memory_does_not_grow_once_the_prompt_cache_is_full(tmp_path, library):
     first, last = soak_requests(tmp_path, DEMO, requests=40, cache_ram="1MiB")
-    # So few requests do not yet settle an allocator.
+    # After so few requests the memory allocator is not yet stable.
     assert last < 1.1 * first

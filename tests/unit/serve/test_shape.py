@@ -1,4 +1,4 @@
-"""Answers have the form of their path: probabilities, stops, errors, and none at all."""
+"""Answers have the form of their path: probabilities, stop reasons, errors, and empty answers."""
 
 import json
 
@@ -18,7 +18,8 @@ def token(text, logprob):
 
 
 def answered(path, data, *answers, status=200):
-    """(what llama.cpp got, what the client got; of a stream each event) for llama.cpp's answers."""
+    """(body that llama.cpp gets, reply to the client, for a stream a list of events) if llama.cpp
+    gives these answers."""
     is_stream = bool(data.get("stream"))
     parts = [json.dumps(each).encode() for each in answers]
     if is_stream:
@@ -57,7 +58,7 @@ def test_offsets_go_on_through_a_stream():
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 0}])
-def test_the_chosen_token_alone_has_no_alternatives(more):
+def test_zero_top_logprobs_give_no_alternatives(more):
     answer = {"choices": [{"index": 0, "logprobs": {"content": [token("a", -1.0)]}}]}
     asked, got = answered(CHAT, {"messages": SAID, "logprobs": True, **more}, answer)
     assert asked["top_logprobs"] == 1
@@ -71,19 +72,19 @@ FIVE = {"prompt": "a", "logprobs": 5}
 @cases(
     "path, data, most",
     (COMPLETIONS, FIVE, 426),
-    (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # which llama.cpp reads first
+    (COMPLETIONS, FIVE | {"n_predict": -1}, 426),  # llama.cpp reads n_predict first
     (COMPLETIONS, FIVE | {"n_predict": -1, "max_tokens": 9}, 426),
     (COMPLETIONS, FIVE | {"max_completion_tokens": -1, "stream": True}, None),
     (COMPLETIONS, FIVE | {"prompt": ["a", "b"]}, 213),
     (COMPLETIONS, FIVE | {"prompt": [[1, 2], "b", [3]]}, 142),
     (COMPLETIONS, FIVE | {"prompt": [1, 2, 3]}, 426),
-    (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of both
+    (COMPLETIONS, FIVE | {"prompt": ["a", 2, "b"]}, 426),  # one prompt of texts and tokens
     (COMPLETIONS, FIVE | {"prompt": ["a"] * 64, "stream": True}, 53),
     (COMPLETIONS, FIVE | {"prompt": ["a"] * 64}, 6),
     (NATIVE, {"prompt": "a", "n_probs": 2559}, 1),
 )
 def test_probabilities_of_all_prompts_have_one_bound(path, data, most):
-    """most: tokens of each answer; None where the context ends it before."""
+    """most: limit of tokens for each answer, or None if the context is shorter."""
     asked, _ = answered(path, data, {})
     limits = {name: asked[name] for name in LIMITS if name in asked}
     left = {name: data[name] for name in LIMITS if name in data}
@@ -102,13 +103,13 @@ def test_more_probabilities_are_refused(path, data, says):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_no_tokens_are_none(is_stream):
+def test_an_answer_of_zero_tokens_is_empty(is_stream):
     usage = {"completion_tokens": 1, "prompt_tokens": 3, "total_tokens": 4}
     answer = {**completion("b", token("b", -1.0), finish="stop"), "usage": usage}
     data = {"prompt": "a", "max_tokens": 0, "logprobs": 1, "stream": is_stream}
     asked, got = answered(COMPLETIONS, data, answer)
     (last,) = got if is_stream else [got]
-    assert asked["max_tokens"] == 1  # llama.cpp has no way to read a prompt and say nothing
+    assert asked["max_tokens"] == 1  # llama.cpp cannot read a prompt without generating a token
     nothing = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
     assert last["choices"][0] == nothing
     assert last["usage"] == {"completion_tokens": 0, "prompt_tokens": 3, "total_tokens": 3}
@@ -120,11 +121,11 @@ def test_no_tokens_are_none(is_stream):
 @cases(
     "reason, sequence, expected",
     ("end_turn", "###", ("stop_sequence", "###")),
-    ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's
+    ("end_turn", "<|im_end|>", ("end_turn", None)),  # the chat template's own stop
     ("tool_use", "###", ("tool_use", "###")),
     ("max_tokens", None, ("max_tokens", None)),
 )
-def test_a_sequence_that_stops_is_the_reason(reason, sequence, expected):
+def test_a_stop_sequence_is_the_stop_reason(reason, sequence, expected):
     said = {"stop_reason": reason, "stop_sequence": sequence}
     data = {"messages": SAID, "max_tokens": 5, "stop_sequences": ["###"]}
     _, whole = answered(MESSAGES, data, {"type": "message", **said})

@@ -1,4 +1,5 @@
-"""Conversations of a server share one context and the memory that experts leave, as they use it."""
+"""Conversations of a server share one context, whose memory is taken from expert slots when
+used."""
 
 import json
 import re
@@ -20,7 +21,7 @@ from orchestrator.serve.wire import Refusal
 
 
 def counting(n_prompt):
-    """A model that says of every prompt that it has so many tokens."""
+    """A model that counts n_prompt tokens for every prompt."""
     answer = json.dumps({"input_tokens": n_prompt}).encode()
     about = SimpleNamespace(n_cells=60_000, n_ctx=30_000)
     runtime = SimpleNamespace(query=lambda *_: whole(answer))
@@ -31,16 +32,17 @@ def counting(n_prompt):
     "data, n_prompt, cells, limit",
     ({"max_tokens": 100}, 50, 150, 100),
     ({"max_tokens": 0}, 50, 50, 0),
-    ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no further than its own context
+    ({"max_tokens": 10**6}, 50, 30_000, 10**6),  # no more than its own context
     ({}, 50, 20_000, 19_950),  # an even share of the context
     ({}, 18_000, 18_000 + RESERVED_TOKENS, RESERVED_TOKENS),
     ({}, 29_000, 30_000, 1000),
-    ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # answers share their prompt
+    ({"n": 3, "max_tokens": 100}, 50, 350, 100),  # several answers share their prompt
     ({"n": 3}, 18_000, 18_000 + 3 * RESERVED_TOKENS, RESERVED_TOKENS),
-    ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all that there is
-    ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),  # a byte a token, at most
+    ({"n": 3, "max_tokens": 29_000}, 500, 60_000, 29_000),  # all KV cells of the context
+    # without counting: at most one token per byte
+    ({"prompt": ["a", "b"], "max_tokens": 100}, None, 241, 100),
 )
-def test_what_a_request_may_take(data, n_prompt, cells, limit):
+def test_kv_cells_that_a_request_reserves(data, n_prompt, cells, limit):
     served = counting(n_prompt)
     asked = dict(data)
     route = CHAT if n_prompt is not None else COMPLETIONS
@@ -55,7 +57,8 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_begins():
 
 @pytest.fixture(scope="module")
 def served():
-    """Three sequences of up to 1,024 tokens each, in a context of 2,048 that takes from slots."""
+    """Three sequences of up to 1,024 tokens each, in a context of 2,048 KV cells that takes memory
+    from expert slots."""
     settings = {"policy": "lru", "high_tier": "q4_k", "exact": True}
     sizes = {"ctx": 1024, "threads": 1, "ubatch": 64, "ram": 165 * 2**20}
     config = Config.build(model=DEMO, **settings, **sizes)
@@ -70,7 +73,8 @@ def prompt(model, topic, n):
 
 @in_a_loop
 async def test_more_conversations_than_the_context_holds_are_all_answered(served):
-    """Six at once on three sequences; some wait for cells, and what idle ones hold makes room."""
+    """Six requests on three sequences: some wait for KV cells, and the cells of idle sequences are
+    freed for them."""
     model, store = served.runtime.vocabulary, served.runtime.inside.store
     shared = served.runtime.plan.shared
     assert shared is not None and served.about.n_ctx == 1024
@@ -89,7 +93,8 @@ async def test_more_conversations_than_the_context_holds_are_all_answered(served
         assert held < shared.n_bytes // 2
         in_use = re.search(r"\((\d+) in use\)", served.runtime.mode)
         assert in_use and 840 <= int(in_use[1]) <= served.about.n_cells
-    # What two sequences still hold stays until short prompts begin there, behind a long one.
+    # Two idle sequences keep their KV cells until short prompts use the sequences, after a long
+    # prompt.
     for topic in topics[:2]:
         await begun(app, COMPLETIONS, {"prompt": prompt(model, topic, 980), **usual})[1]
     sizes = zip(topics[2:], (980, 12, 15), strict=False)

@@ -1,4 +1,5 @@
-"""Clients that do not read their answers, or still send when it is there already."""
+"""Clients that do not read their answers, and clients that still send when the answer has been
+made."""
 
 import asyncio
 import json
@@ -28,7 +29,7 @@ HEAD = b"HTTP/1.1\r\nHost: localhost\r\n"
 
 @contextmanager
 def running(app, patience_s, **options):
-    """Serves an application on a socket, with options for uvicorn. Yields the port and its
+    """Serve an application on a socket, with options for uvicorn. Yields the port and the server's
     state."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
@@ -49,7 +50,7 @@ def running(app, patience_s, **options):
 
 
 def connected(port, received_bytes=0, address=""):
-    """A connection. address: of the client."""
+    """Open a connection. address: the client's address."""
     sock = socket.socket()
     if address:
         sock.bind((address, 0))
@@ -68,11 +69,11 @@ def all_of(sock):
 
 
 def wait_until_none(state):
-    wait_until(lambda: not state.connections, "a connection stays")
+    wait_until(lambda: not state.connections, "a connection stays open")
 
 
 def sent(port, address, prompt):
-    """A connection from an address, on which a request was sent."""
+    """Open a connection from this address and send a request on it."""
     sock, body = connected(port, address=address), json.dumps({"prompt": prompt}).encode()
     head = f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     sock.sendall(b"POST /v1/completions " + HEAD + head + body)
@@ -80,13 +81,13 @@ def sent(port, address, prompt):
 
 
 def answer_on(sock):
-    """What comes on a connection, which is closed then."""
+    """Read the whole reply on a connection, and close it."""
     with sock:
         return all_of(sock)
 
 
 def test_clients_of_two_addresses_take_turns():
-    """The one that fills the queue gives its last place to the other one."""
+    """The client that fills the queue loses its last place to the other client."""
     served, go_on = FakeServed(*(whole() for _ in range(4))), threading.Event()
     served.requests[0].hold = go_on
     state, app = served_by(served, queue=3)
@@ -128,8 +129,9 @@ def test_only_a_proxy_that_is_configured_names_the_client(trusted, source, clien
         assert all_of(sock).endswith(f"\r\n\r\n{client}".encode())
 
 
-def test_who_reads_no_quick_answer_loses_its_connection():
-    """What it does not take is counted meanwhile."""
+def test_a_client_that_does_not_read_loses_its_connection():
+    """A client that does not read its answer is disconnected after the patience of 1 s, and its
+    unread bytes are counted until then."""
     served = FakeServed(*(whole(BIG) for _ in range(4)))
     state = state_with(served, patience=1)
     with running(application(state, quiet), 1.0) as (port, server):
@@ -146,8 +148,8 @@ def test_who_reads_no_quick_answer_loses_its_connection():
 
 
 @pytest.mark.parametrize("head", [HEAD + b"\r\n", HEAD + b"Connection: close\r\n\r\n"])
-def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
-    """`close` alone waits for its client for ever, with what is in the buffer."""
+def test_closing_does_not_wait_for_a_client_that_does_not_read(head):
+    """The connection is aborted, because `close` alone would wait forever for such a client."""
 
     async def app(scope, receive, send):
         await Response(BIG)(scope, receive, send)
@@ -164,8 +166,9 @@ def test_a_connection_that_is_to_be_closed_ends_where_nobody_reads(head):
     ("localhost", 10 * 2**20, 413),
     ("localhost", 2**18, 413),
 )
-def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
-    """A connection that is closed on unread bytes is reset, and what was said is lost."""
+def test_a_refusal_arrives_while_the_client_still_sends(host, length, status):
+    """The server reads on after a refusal. Closing a connection with unread bytes would reset it,
+    and the client would lose the reply."""
     with running(app_for(FakeServed()), 30.0) as (port, _):
         for _ in range(5):
             with connected(port) as sock:
@@ -175,19 +178,21 @@ def test_a_refusal_arrives_though_its_client_still_sends(host, length, status):
             assert said.startswith(f"HTTP/1.1 {status} ".encode()) and b'"message"' in said
 
 
-def test_what_nobody_reads_is_dropped_for_a_while_and_no_longer(monkeypatch):
+def test_a_refused_body_is_discarded_for_a_limited_time(monkeypatch):
     monkeypatch.setattr(door, "DROP_S", 0.1)
     with running(app_for(FakeServed()), 30.0) as (port, server):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: evil\r\nConnection: close\r\n"
-        for more in (b"", b"Expect: 100-continue\r\n"):  # one that waits to be asked is not
+        # a client that waits for "100 Continue" has not sent its body
+        for more in (b"", b"Expect: 100-continue\r\n"):
             with connected(port) as sock:
                 sock.sendall(head + more + b"Content-Length: 1000\r\n\r\n")
                 assert all_of(sock).startswith(b"HTTP/1.1 421 ")
         wait_until_none(server)
 
 
-def test_at_the_end_of_the_server_nobody_is_waited_for():
-    """Neither who still sends then, nor who is waited for already."""
+def test_shutdown_does_not_wait_for_clients_that_send():
+    """Shutdown waits neither for a client that starts to send then, nor for one that is already
+    sending."""
     state, app = served_by(FakeServed())
 
     class Sending(Client):

@@ -1,5 +1,7 @@
-"""`python -m tests.native.cuda.emulation` prints the path of the emulated GPU's libggml-cuda.so,
-with what a whole model needs. It compiles what the cache lacks."""
+"""`python -m tests.native.cuda.emulation` prints the path of the emulated GPU's libggml-cuda.so.
+
+The library has all sources that a model needs. Missing objects are compiled.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ def main() -> None:
     compiler, upstream = build.find_compiler(), read_upstream()
     sdist = cached_sdist(upstream)
     if compiler is None or sdist is None:
-        sys.exit("it takes g++, nm, and upstream's source in the cache: run `make build`")
+        sys.exit("needs g++, nm, and upstream's source in the cache: run `make build`")
     with locked(cache_dir() / "lock"):
         llama = tree.sync_tree(sdist, upstream) / upstream.source
     libraries = Path(Bindings.load().api._lib._name).parent

@@ -1,8 +1,8 @@
-"""Builds ggml's CUDA backend, with our patches and sources, for the emulated GPU.
+"""Build ggml's CUDA backend, with our patches and sources, for the emulated GPU.
 
-The result is a libggml-cuda.so that `ggml_backend_load` takes, compiled by g++ against the
-emulation in this folder. Objects are cached by the content of everything they are made from.
-What was not compiled ends the process with its name when it is called.
+The result is a libggml-cuda.so for `ggml_backend_load`, compiled by g++ against the emulation in
+this folder. Objects are cached by the content of all their inputs. A call of a function that was
+not compiled ends the process with the function's name.
 """
 
 import hashlib
@@ -20,29 +20,30 @@ from .preprocess import emulated, fewer_tiles
 HERE = Path(__file__).parent
 CUDA = "ggml/src/ggml-cuda"
 NATIVE = "moe-edge"
-KEEP = 400  # objects and libraries in the cache
+KEEP = 400  # maximum number of objects and libraries in the cache
 
-# The device says compute capability 8.9; the code is compiled for one that has the fast half
-# precision paths and no matrix instructions, as if its PTX had been made for an older card.
+# The device reports compute capability 8.9. The code is compiled for one with fast half precision
+# and no matrix instructions, as if its PTX were for an older GPU.
 ARCHITECTURE = 720
 FLAGS = (
     *("-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-x", "c++"),
     *(f"-D__CUDA_ARCH__={ARCHITECTURE}", f"-D__CUDA_ARCH_LIST__={ARCHITECTURE}"),
     *("-DGGML_CUDA_NO_VMM", "-DGGML_CUDA_NO_FA", "-DGGML_CUDA_USE_GRAPHS"),
-    # upstream multiplies larger batches with cuBLAS on cards without matrix instructions
+    # otherwise upstream multiplies larger batches with cuBLAS if there are no matrix instructions
     "-DGGML_CUDA_FORCE_MMQ",
     *("-DGGML_BACKEND_DL", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED"),
     *("-DGGML_SCHED_MAX_COPIES=4", "-DGGML_CUDA_PEER_MAX_BATCH_SIZE=128"),
 )
 
-# A GPU does not load what is not aligned to its type; this processor does. Checked in our sources
-# and in those that get addresses from them: it doubles the time that a source takes to compile.
+# A GPU cannot load values that are not aligned to their type, but this CPU can. The check is
+# compiled into our sources and into those that get addresses from them. It doubles the compile time
+# of a source.
 ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
 
-# Enough for MUL_MAT_ID of the types whose MMQ instances are added.
+# Sources for MUL_MAT_ID. The MMQ instances of its types are added.
 CORE = ("ggml-cuda.cu", "convert.cu", "mmid.cu", "mmq.cu", "mmvq.cu", "quantize.cu")
 
-# What a whole model needs beside the core.
+# Further sources that a complete model needs.
 MODEL_SOURCES = (
     *("add-id.cu", "argsort.cu", "binbcast.cu", "concat.cu", "cpy.cu", "fwht.cu", "getrows.cu"),
     *("mmf.cu", "mmvf.cu", "moe-weighted-reduction.cu", "norm.cu", "rope.cu", "scale.cu"),
@@ -71,7 +72,7 @@ def mmq_instances(types):
 
 
 def read_tree(llama):
-    """Every CUDA source and header of a patched llama.cpp, ready for g++, by its path."""
+    """Return the CUDA sources and headers of a patched llama.cpp, converted for g++, by path."""
     tree = {}
     for path in sorted((llama / CUDA).rglob("*.cu*")):
         tree[f"{CUDA}/{path.relative_to(llama / CUDA)}"] = fewer_tiles(emulated(path.read_text()))
@@ -83,7 +84,10 @@ def read_tree(llama):
 
 
 def included(name, tree):
-    """A file of the tree and all that it includes, by file names: whatever has the name counts."""
+    """Return a file of the tree and all that it includes.
+
+    Every file with an included name counts.
+    """
     found, todo = {name}, [name]
     while todo:
         names = set(re.findall(r'^\s*#\s*include\s+"(?:.*/)?([^"/]+)"', tree[todo.pop()], re.M))
@@ -94,10 +98,10 @@ def included(name, tree):
 
 
 def build_backend(compiler, tree, llama, libraries, sources, store):
-    """libggml-cuda.so of `sources` (names in ggml-cuda/) and of all our .cu files.
+    """Build libggml-cuda.so of `sources` (names in ggml-cuda/) and all our .cu files.
 
     llama: the tree that `tree` was read from. libraries: the folder of libggml-base.so. store:
-    keeps objects and results. Raises RuntimeError with what the compiler said.
+    cache of objects and results. Raises RuntimeError with the compiler's output.
     """
     store.mkdir(parents=True, exist_ok=True)
     own = [name for name in tree if name.startswith(NATIVE) and name.endswith(".cu")]

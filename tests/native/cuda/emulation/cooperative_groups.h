@@ -1,4 +1,5 @@
-// Launches over the whole grid are refused by the device's attributes; this is for the compiler.
+// The device's attributes exclude launches over the whole grid. This file only lets the code
+// compile.
 
 #pragma once
 

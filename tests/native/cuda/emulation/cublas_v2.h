@@ -1,4 +1,4 @@
-// Plain loops in the place of cuBLAS, on the stream of the handle.
+// Simple loops instead of cuBLAS, on the handle's stream.
 
 #pragma once
 

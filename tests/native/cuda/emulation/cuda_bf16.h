@@ -1,4 +1,4 @@
-// bfloat16 of the emulation.
+// bfloat16 of the emulation
 
 #pragma once
 

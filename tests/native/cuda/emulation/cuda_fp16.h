@@ -1,5 +1,5 @@
-// Half precision of the emulation: arithmetic in float, rounded to nearest even, which is what
-// the hardware's half instructions give for one operation.
+// Half precision of the emulation: float arithmetic, rounded to nearest even, as the hardware's
+// half instructions do for one operation.
 
 #pragma once
 

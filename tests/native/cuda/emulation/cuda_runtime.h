@@ -1,6 +1,6 @@
-// CUDA's runtime for tests on machines without a GPU: kernels compiled by g++, each block's
-// threads run as fibers, each stream is a thread of its own. See emulation.cpp for what is
-// checked on the way. Only what ggml-cuda and our executor use is here.
+// CUDA's runtime for tests without a GPU. Kernels are compiled by g++, the threads of a block run
+// as fibers, and each stream is a thread. emulation.cpp describes its checks. Only the functions
+// that ggml-cuda and our executor use are implemented.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <utility>
 
-// Old enough for ggml to do without cub, fp8 and programmatic launches.
+// A version for which ggml does not use cub, fp8 and programmatic launches.
 #define CUDART_VERSION 11040
 
 #define __host__
@@ -288,10 +288,10 @@ template <typename F> cudaError_t cudaLaunchCooperativeKernel(F *, dim3, dim3, v
 
 namespace moe_emu {
 
-// Runs on the stream's thread, once per block thread.
+// Runs a kernel on the stream's thread. `thread` is called once for each thread of the grid.
 void launch(const char * kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream, std::function<void()> thread);
 
-// Ends the process for a pointer that the kernel could not follow on a GPU.
+// Aborts if a kernel could not follow this pointer on a GPU.
 void check_pointer(const char * kernel, const void * p);
 
 template <typename T> void check_argument(const char * kernel, const T & argument) {
@@ -300,7 +300,7 @@ template <typename T> void check_argument(const char * kernel, const T & argumen
     }
 }
 
-// The name of the next kernel that this thread launches through ggml's own wrapper.
+// Sets the name of the next kernel that this thread launches through ggml's wrapper.
 void naming(const char * kernel);
 
 template <typename F> struct prepared {
@@ -324,7 +324,7 @@ struct config {
 
     config(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr) : grid(grid), block(block), shared(shared), stream(stream) {}
 
-    // call runs one thread of the kernel.
+    // call: runs one thread of the kernel
     template <typename F> prepared<F> of(const char * name, F call) const { return { name, call, grid, block, shared, stream }; }
 };
 
@@ -337,27 +337,27 @@ namespace moe_emu {
 [[noreturn]] void no_ptx();
 void * dynamic_shared();
 
-// Where a variable in shared memory lies in the memory of each block of a launch.
+// The offset of a shared variable in the memory of each block of a launch.
 struct shared_place {
     uint64_t launch = 0;
     size_t   at     = 0;
 };
 void * named_shared(shared_place & place, size_t bytes, size_t align);
 
-// The running block's T. Each variable has a type of its own, see preprocess.py.
+// Returns the running block's variable. Each variable has its own type, see preprocess.py.
 template <typename T> T & of_block() {
     static shared_place place;
     return *static_cast<T *>(named_shared(place, sizeof(T), alignof(T)));
 }
 
-// Lets other threads and blocks go on, now and then.
+// Lets other threads and blocks run, sometimes.
 void pause();
 
 void   barrier();
 int    barrier_count(int predicate);
 
-// Meets the other lanes of the warp that `mask` names; what each gave can be read until this
-// lane meets them again. Lanes that have exited give a pattern that is a NaN.
+// Synchronizes with the lanes in `mask`. The returned values of all lanes stay valid until this
+// lane calls `meet` again. Lanes that have exited give a NaN pattern.
 constexpr size_t WARP_VALUE = 16;
 using warp_values = const unsigned char (*)[WARP_VALUE];
 warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes);
@@ -428,7 +428,7 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
 inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-// Between two points where threads change, plain operations are atomic.
+// Between two points where fibers switch, plain operations are atomic.
 template <typename T, typename U> T atomicAdd(T * p, U v) { moe_emu::pause(); const T old = *p; *p = old + static_cast<T>(v); return old; }
 template <typename T, typename U> T atomicMax(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::max(old, static_cast<T>(v)); return old; }
 template <typename T, typename U> T atomicMin(T * p, U v) { moe_emu::pause(); const T old = *p; *p = std::min(old, static_cast<T>(v)); return old; }

@@ -1,44 +1,46 @@
-// The engine behind cuda_runtime.h.
+// The implementation of cuda_runtime.h.
 //
-// Kernels: a block's threads are fibers that switch where threads meet (__syncthreads, warp operations),
-// and now and then before an atomic operation or a fence, in an order that changes from launch to launch. Reported
-// with the kernel's name, and the process ends: threads that meet nobody, lanes of a warp that meet in different
-// operations, more threads or shared memory than a GPU has.
+// Kernels: the threads of a block are fibers. They switch at __syncthreads, at warp operations, and
+// sometimes before an atomic operation or a fence, in an order that changes with each launch. The
+// process aborts with the kernel's name if threads wait for others that never arrive, or if lanes of
+// a warp meet in different operations. It also aborts if a launch uses more threads or shared memory
+// than a GPU has.
 //
-// Several blocks of a launch are under way at once, each with shared memory of its own; another one goes on after
-// each round of a block's threads, and they begin in an order that changes from launch to launch. Between two points
-// where threads switch a thread is alone. A load that is not aligned to its type ends the process, as on a GPU (by
-// the compiler's own check, see build.py).
+// Several blocks of a launch run concurrently, each with its own shared memory. After each round of
+// a block's threads another block continues. Blocks start in an order that changes with each
+// launch. Between two points where fibers switch, a thread runs alone. A load that is not aligned
+// to its type aborts, as on a GPU (the compiler's check, see build.py).
 //
-// Memory: device memory belongs to the device. Where the processor has protection keys, a thread of
-// the host that touches it ends the process; a kernel gets no pointer to memory that is not pinned,
-// nor to another device's. Fresh memory and shared memory hold NaNs. Upstream's kernels read past the end of
-// what they work on, by less than SLACK; there are NaNs too, and behind them a page that nobody
-// may touch. Writes before or past an allocation are found when it is freed. Copies are checked
-// against the allocations they name.
+// Memory: the host must not touch device memory. If the CPU has protection keys, a host thread that
+// does so aborts. Kernels must not get pointers to memory that is not pinned, or to another
+// device's memory. New device memory and shared memory hold NaN. Upstream's kernels read past the
+// end of their data by less than SLACK bytes. These bytes are NaN too, followed by an inaccessible
+// page. Writes before or after an allocation are detected when it is freed. Copies are checked
+// against their allocations.
 //
-// Streams: a thread and a queue each. Copies from pinned memory read it when they run, others
-// when they are asked for, as CUDA does; a blocking copy from such memory returns before its bytes
-// are there. A stream that is captured can be neither waited for nor asked, nor can the device or an
-// event of the capture; nothing pageable is copied in it; the default stream is left alone where it
-// would wait for it; and no memory comes or goes, unless the capture is a relaxed one.
-// Every thread has a current device: work goes to streams and events of that one. With MOE_EMU_DELAY_US=N a stream sleeps at random, up
-// to N microseconds a task, so that an order that nobody asked for does not come by itself.
+// Streams: each has a thread and a queue. Copies from pinned memory read it when they run, other
+// copies when they are enqueued, as in CUDA. A blocking copy from pageable memory returns before
+// its bytes have arrived. While a stream is captured, it must not be synchronized or queried, nor
+// the device or an event of the capture. Pageable memory must not be copied in a capture. The
+// default stream must not be used if it would wait for the captured stream. Memory must not be
+// allocated or freed, unless the capture is relaxed. Every thread has a current device, and uses
+// streams and events of that device only. With MOE_EMU_DELAY_US=N a stream sleeps at random, up to
+// N us per task, so that the order of unsynchronized work varies.
 //
 //   MOE_EMU_SEED=N    order of fibers and delays (default 1)
-//   MOE_EMU_BLOCKS=N  blocks of a launch that are under way at once (default 4, at most 16)
+//   MOE_EMU_BLOCKS=N  concurrent blocks of a launch (default 4, at most 16)
 //   MOE_EMU_VRAM=N    device memory in bytes (default 4 GiB)
-//   MOE_EMU_DEVICES=N how many there are (default 1), each with such memory of its own
-//   MOE_EMU_MODULE=N  device memory that each kernel takes when it is first launched (default 0)
-//   MOE_EMU_FAIL=N    the Nth kernel leaves its memory: every call fails from then on (default never)
-//   MOE_EMU_FULL=N    the Nth allocation finds no memory, nor does any behind it (default never)
-//   MOE_EMU_SAME_ADDRESS=0  kernels do not find pinned memory at the host's own address (default 1)
-//   MOE_EMU_COUNT=1   count what the host asks for (moe_emu_counts); see below (default 0)
+//   MOE_EMU_DEVICES=N number of devices (default 1), each with this memory
+//   MOE_EMU_MODULE=N  device memory that each kernel takes at its first launch (default 0)
+//   MOE_EMU_FAIL=N    the Nth kernel accesses invalid memory, and every later call fails (default never)
+//   MOE_EMU_FULL=N    the Nth allocation and all later ones fail (default never)
+//   MOE_EMU_SAME_ADDRESS=0  kernels cannot use the host's address of pinned memory (default 1)
+//   MOE_EMU_COUNT=1   count the host's calls (moe_emu_counts), see below (default 0)
 //   MOE_EMU_CC=NNN    compute capability (default MOE_EMU_DEFAULT_CC)
 
-// With MOE_EMU_COUNT=1 every run counts the same: a kernel is computed before its launch returns, and a copy is done
-// only when the host waits for it, when a kernel of its stream or one that waits for its event is launched, or when
-// moe_emu_counts() is called.
+// With MOE_EMU_COUNT=1, every run has the same counts. A kernel completes before its launch
+// returns. A copy completes only when the host waits for it, when moe_emu_counts() is called, or
+// when a kernel is launched. The kernel's stream must be the copy's, or wait for its event.
 
 #include "cublas_v2.h"
 #include "cuda_bf16.h"
@@ -78,11 +80,11 @@ constexpr int    WARP        = 32;
 constexpr int    MAX_THREADS = 1024;
 constexpr size_t STACK       = 256 << 10;
 constexpr size_t MAX_SHARED  = 160 << 10;
-constexpr size_t MAX_NAMED   = 48 << 10;  // shared memory under names of its own
+constexpr size_t MAX_NAMED   = 48 << 10;  // static shared memory
 constexpr int    MAX_BLOCKS  = 16;
 constexpr size_t GUARD       = 64;
 constexpr size_t SLACK       = 64 << 10;
-constexpr size_t SPARSE      = 1 << 30;  // allocations that are neither filled with NaNs nor taken in full
+constexpr size_t SPARSE      = 1 << 30;  // allocations of this size are neither filled with NaN nor backed in full
 constexpr unsigned char POISON = 0xff, CANARY = 0xa5;
 
 uint64_t setting(const char * name, uint64_t otherwise) {
@@ -94,7 +96,7 @@ const int most_blocks = std::clamp<int>(setting("MOE_EMU_BLOCKS", 4), 1, MAX_BLO
 
 std::atomic<uint64_t> delay_us{ setting("MOE_EMU_DELAY_US", 0) };
 
-// What the host has asked for: see moe_emu_counts().
+// calls of the host, see moe_emu_counts()
 const bool counting = setting("MOE_EMU_COUNT", 0) != 0;
 struct {
     std::atomic<uint64_t> kernels { 0 }, graphs { 0 }, waits { 0 }, copies[2] = {}, bytes[2] = {};  // to the device, to the host
@@ -113,14 +115,14 @@ constexpr int MAX_DEVICES = 8;
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
-std::atomic<cudaError_t> sticky { cudaSuccess };  // of all devices: nothing else can be told of them
+std::atomic<cudaError_t> sticky { cudaSuccess };  // for all devices: after an error nothing else is known about them
 
 cudaError_t failed(cudaError_t e) {
     last_error = e;
     return e;
 }
 
-// Ends the call that it stands in once the device is lost.
+// Returns an error from the calling function if the device is lost.
 #define MOE_EMU_LOST() \
     if (const cudaError_t e = sticky.load(); e != cudaSuccess) { \
         return failed(e); \
@@ -131,13 +133,13 @@ cudaError_t failed(cudaError_t e) {
     abort();
 }
 
-// The protection key of device memory, -1 where the processor has none.
+// Returns the protection key of device memory, or -1 if the CPU has none.
 int device_key() {
     static const int key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
     return key;
 }
 
-// This thread is the device while one of these lives.
+// While an object exists, its thread may access device memory.
 struct on_device {
     on_device() {
         if (device_key() >= 0 && depth++ == 0) {
@@ -172,7 +174,7 @@ struct warp {
     unsigned char seen[WARP][WARP_VALUE];
 };
 
-// A block that is under way.
+// A block that is running.
 struct running {
     uint3         index;
     fiber         fibers[MAX_THREADS];
@@ -185,11 +187,11 @@ struct running {
 
 std::mutex   device;  // one kernel at a time
 const char * kernel_name = "";
-running *    blocks;  // those under way, `now` among them
+running *    blocks;  // the running blocks, including `now`
 running *    now;
 char *       stacks;
 int          n_threads, current;
-uint64_t     n_launches;   // which one a name's place is of
+uint64_t     n_launches;  // the launch to which the offsets of shared variables belong
 size_t       named_bytes;  // of this launch's blocks
 uint64_t     pauses;
 void *       scheduler;
@@ -202,7 +204,7 @@ std::function<void()> * body;
 }
 
 #if defined(__x86_64__)
-// Saves what a call must keep and swaps stacks.
+// Saves the registers that a call preserves, and switches stacks.
 extern "C" void moe_emu_switch(void ** from, void * to);
 asm(R"(
     .text
@@ -229,7 +231,7 @@ moe_emu_switch:
 
 void * fresh_stack(char * top, void (*entry)()) {
     auto ** p = reinterpret_cast<void **>(top);
-    *--p = nullptr;  // keeps the stack aligned as after a call
+    *--p = nullptr;  // aligns the stack as after a call
     *--p = reinterpret_cast<void *>(entry);
     for (int i = 0; i < 6; i++) {
         *--p = nullptr;
@@ -324,7 +326,7 @@ void begin_block(uint3 index, size_t shared, const std::vector<uint3> & threads)
     }
 }
 
-// Each thread of the block that can go on does so once, some of them at times.
+// Runs each ready thread of the block once. Sometimes only some of them.
 void run_round(std::mt19937_64 & random) {
     const uint64_t chance = random();
     const int  start    = static_cast<int>((chance >> 32) % n_threads);
@@ -342,17 +344,17 @@ void run_round(std::mt19937_64 & random) {
         }
     }
     if (!ran) {
-        fail("threads wait for others that never come");
+        fail("threads wait for others that never arrive");
     }
 }
 
 std::atomic<uint64_t> pinned_limit { UINT64_MAX };  // bytes of one allocation
-std::atomic<int64_t> refuse_pin { 0 };              // which one from now on is refused; 0: none
+std::atomic<int64_t> refuse_pin { 0 };  // number of the next pin that is refused; 0: none
 
 std::mutex counts_lock;
 std::map<std::string, uint64_t> launch_counts;
 
-// Whether it is the first time.
+// Returns whether this is the first call for `name`.
 bool count(const char * name) {
     std::lock_guard<std::mutex> counting(counts_lock);
     return launch_counts[name]++ == 0;
@@ -444,10 +446,10 @@ void * named_shared(shared_place & place, size_t bytes, size_t align) {
     if (place.launch != n_launches) {
         const size_t first = (named_bytes + align - 1) / align * align;
         if (first + bytes > MAX_NAMED) {
-            fail("more shared memory under names than a GPU has");
+            fail("more static shared memory than a GPU has");
         }
         place = { n_launches, first };
-        for (running * b = blocks; b < blocks + most_blocks; b++) {  // some of them begin later
+        for (running * b = blocks; b < blocks + most_blocks; b++) {  // some blocks begin later
             memset(b->named + named_bytes, POISON, first + bytes - named_bytes);
         }
         named_bytes = first + bytes;
@@ -484,7 +486,7 @@ warp_values meet(int kind, unsigned int mask, const void * value, size_t bytes) 
     warp & w = now->warps[current / WARP];
     const int lane = current % WARP;
     if (!(mask >> lane & 1)) {
-        fail("a lane takes part in a warp operation whose mask leaves it out");
+        fail("a lane calls a warp operation whose mask excludes it");
     }
     if (w.arrived == 0) {
         w.kind = kind;
@@ -513,9 +515,9 @@ struct moment {
     std::condition_variable changed;
     uint64_t recorded = 0, passed = 0;
     bool captured = false;  // the last record went into a graph
-    stream * on   = nullptr;  // where it was recorded last, and as which task there
+    stream * on   = nullptr;  // stream of the last record, and its task there
     uint64_t task = 0;
-    int queries   = 0;  // since it was recorded, that found it not passed
+    int queries   = 0;  // queries since the record that found it not passed
     std::chrono::steady_clock::time_point at;
 
     void wait(uint64_t n);
@@ -538,12 +540,12 @@ struct graph_exec {
 struct stream {
     int device = current_device;
     bool blocking = false;  // the default stream waits for it
-    bool strict = false;    // its capture forbids what may wait for the device
+    bool strict = false;  // its capture forbids calls that may wait for the device
     std::mutex lock;
     std::condition_variable changed;
     std::deque<task> queue;
     uint64_t asked = 0, done = 0;
-    uint64_t due   = counting ? 0 : UINT64_MAX;  // tasks up to this one are done now
+    uint64_t due   = counting ? 0 : UINT64_MAX;  // tasks up to this one must complete now
     uint64_t known = 0;  // the host has waited for tasks up to this one
     bool stop = false;
     std::unique_ptr<graph> capture;
@@ -599,7 +601,7 @@ struct stream {
     void drain() {
         std::unique_lock<std::mutex> held(lock);
         if (capture) {
-            fprintf(stderr, "emulated GPU: a stream is waited for while it is captured\n");
+            fprintf(stderr, "emulated GPU: a captured stream is synchronized\n");
             abort();
         }
         const uint64_t n = asked;
@@ -607,14 +609,14 @@ struct stream {
         changed.wait(held, [&] { return done >= n; });
     }
 
-    // The host waits for task n: a wait that counts, unless an earlier one was for as much.
+    // Counts a wait of the host for task n, unless an earlier wait covered it.
     void host_waits(uint64_t n) {
         std::lock_guard<std::mutex> held(lock);
         counted.waits += n > known;
         known = std::max(known, n);
     }
 
-    // The host waits for all that was asked for.
+    // Waits for all tasks of the stream.
     void synchronize() {
         uint64_t n;
         {
@@ -625,7 +627,7 @@ struct stream {
         drain();
     }
 
-    // Tasks up to n may be done. With the lock.
+    // Lets tasks up to n complete. The caller holds the lock.
     void want(uint64_t n) {
         if (counting && due < n) {
             due = n;
@@ -633,7 +635,7 @@ struct stream {
         }
     }
 
-    // A kernel was launched, or a graph.
+    // Called after a kernel or a graph was launched.
     void computes() {
         if (counting && !capturing()) {
             drain();
@@ -668,7 +670,7 @@ void moment::wait(uint64_t n) {
 
 namespace {
 
-// Never destroyed: at the end of the process a backend may still free what it holds.
+// Never destroyed, because a backend may free its memory at the end of the process.
 struct world {
     std::mutex lock;
     std::set<stream *> streams;
@@ -714,7 +716,7 @@ std::vector<stream *> all_streams() {
     return { the().streams.begin(), the().streams.end() };
 }
 
-// While a stream is captured and `wrong` of it.
+// Aborts if a stream is being captured for which `wrong` returns true.
 template <typename F> void not_while_captured(const char * what, F && wrong) {
     for (stream * s : all_streams()) {
         if (s->capturing() && wrong(*s)) {
@@ -737,7 +739,7 @@ void drain_all() {
 
 enum where { PAGEABLE, PINNED, ON_DEVICE, OUTSIDE };
 
-// OUTSIDE: starts in an allocation, or in a piece of pinned memory, and leaves it.
+// OUTSIDE: starts in an allocation or in a piece of pinned memory, and ends outside of it.
 where locate(const void * p, size_t bytes) {
     world & w = the();
     const auto at = reinterpret_cast<uintptr_t>(p);
@@ -759,7 +761,7 @@ where locate(const void * p, size_t bytes) {
     return PAGEABLE;
 }
 
-// What the driver takes of the device for a kernel that it loads.
+// Takes the device memory of a kernel's module.
 void load_module() {
     static const size_t bytes = setting("MOE_EMU_MODULE", 0);
     world & w = the();
@@ -825,7 +827,7 @@ cudaError_t copy_2d(void * to, size_t to_pitch, const void * from, size_t from_p
     return cudaSuccess;
 }
 
-// A kernel that leaves its memory: say which.
+// Signal handler: prints which kernel accessed invalid memory.
 void on_fault(int signal, siginfo_t * info, void *) {
     char line[256];
     constexpr int KEY_ERROR = 4;  // SEGV_PKUERR
@@ -834,7 +836,7 @@ void on_fault(int signal, siginfo_t * info, void *) {
         n = snprintf(line, sizeof(line), "emulated GPU: the host touched %p, which is memory of the device\n", info->si_addr);
     } else if (kernel_name[0]) {
         n = snprintf(line, sizeof(line), "emulated GPU: kernel \"%s\", block (%u, %u, %u), thread %d: %s %p\n", kernel_name, blockIdx.x,
-            blockIdx.y, blockIdx.z, current, signal == SIGILL ? "an access that is not aligned, at" : "touched what is not its memory:",
+            blockIdx.y, blockIdx.z, current, signal == SIGILL ? "an access that is not aligned, at" : "accessed invalid memory at",
             info->si_addr);
     }
     (void) !write(2, line, n);
@@ -842,7 +844,7 @@ void on_fault(int signal, siginfo_t * info, void *) {
 }
 
 [[maybe_unused]] const bool watching = [] {
-    // Fibers' stacks may be what overflowed.
+    // The stack that overflowed may be a fiber's.
     static char stack[64 << 10];
     (void) stack;
     struct sigaction action = {};
@@ -909,13 +911,13 @@ void no_ptx() {
 }  // namespace moe_emu
 
 extern "C" {
-// What the link has put in the place of a function that was not compiled.
+// The linker puts this in place of a function that was not compiled.
 [[noreturn]] void moe_emu_missing(const char * name) {
     fprintf(stderr, "emulated GPU: %s was not compiled\n", name);
     abort();
 }
 
-// For tests, found with dlsym.
+// For tests, found by dlsym.
 __attribute__((visibility("default"))) void moe_emu_set_delay_us(uint64_t most) { moe_emu::delay_us = most; }
 __attribute__((visibility("default"))) uint64_t moe_emu_launches(const char * kernel) {
     std::lock_guard<std::mutex> counting(moe_emu::counts_lock);
@@ -928,8 +930,8 @@ __attribute__((visibility("default"))) uint64_t moe_emu_used_bytes() {
     std::lock_guard<std::mutex> held(moe_emu::the().lock);
     return moe_emu::the().used[0];
 }
-// What was asked for so far: [kernels, graph launches, waits of the host, copies to the device, their bytes, copies to
-// the host, their bytes]. All that was asked for is done when this returns.
+// Returns the counts so far: [kernels, graph launches, waits of the host, copies to the device,
+// their bytes, copies to the host, their bytes]. Completes all enqueued work first.
 __attribute__((visibility("default"))) void moe_emu_counts(uint64_t * out) {
     moe_emu::drain_all();
     const auto & c = moe_emu::counted;
@@ -939,7 +941,7 @@ __attribute__((visibility("default"))) void moe_emu_counts(uint64_t * out) {
 __attribute__((visibility("default"))) uint64_t moe_emu_peak_bytes() { return moe_emu::the().most_used; }
 }
 
-// The library that we build has no flash attention either, and its source does not compile so.
+// Our library has no flash attention either, and upstream's source does not compile here.
 struct ggml_tensor;
 bool ggml_cuda_flash_attn_ext_supported(int, const ggml_tensor *) { return false; }
 
@@ -1011,7 +1013,7 @@ cudaError_t cudaDeviceGetAttribute(int * value, cudaDeviceAttr attribute, int d)
 cudaError_t cudaDeviceGetPCIBusId(char * id, int length, int d) { snprintf(id, length, "0000:%02x:00.0", d); return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
-    not_while_captured("the device is waited for while a stream of it is captured", [](const stream & s) { return s.device == current_device; });
+    not_while_captured("the device is synchronized while one of its streams is captured", [](const stream & s) { return s.device == current_device; });
     drain_all();
     MOE_EMU_LOST();
     return cudaSuccess;
@@ -1089,7 +1091,7 @@ cudaError_t cudaFree(void * memory) {
     std::lock_guard<std::mutex> held(w.lock);
     const auto it = w.memory.find(reinterpret_cast<uintptr_t>(memory));
     if (it == w.memory.end()) {
-        fprintf(stderr, "emulated GPU: %p is freed, and was not allocated\n", memory);
+        fprintf(stderr, "emulated GPU: %p is freed, but was not allocated\n", memory);
         abort();
     }
     const auto & a = it->second;
@@ -1131,7 +1133,7 @@ cudaError_t cudaFreeHost(void * memory) {
     {
         std::lock_guard<std::mutex> held(the().lock);
         if (the().pinned.erase(reinterpret_cast<uintptr_t>(memory)) == 0) {
-            fprintf(stderr, "emulated GPU: host memory %p is freed, and was not allocated\n", memory);
+            fprintf(stderr, "emulated GPU: host memory %p is freed, but was not allocated\n", memory);
             abort();
         }
     }
@@ -1170,8 +1172,8 @@ cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t bytes, cudaMemc
 }
 cudaError_t cudaMemcpy(void * to, const void * from, size_t bytes, cudaMemcpyKind kind) {
     not_while_strict("a blocking copy while a stream is captured");
-    constexpr uint64_t LATE = 50;  // times the longest delay: by then a graph has begun
-    // from pageable memory the bytes have been taken when this returns, and may still be on their way
+    constexpr uint64_t LATE = 50;  // times the longest delay: a graph has begun by then
+    // from pageable memory: the bytes have been read at return, but may not have arrived
     const bool returns = locate(from, bytes) == PAGEABLE && locate(to, bytes) == ON_DEVICE;
     if (returns) {
         resolve(nullptr)->add([] { std::this_thread::sleep_for(std::chrono::microseconds(LATE * delay_us)); });
@@ -1198,7 +1200,7 @@ cudaError_t cudaMemsetAsync(void * to, int value, size_t bytes, cudaStream_t s) 
         constexpr size_t PAGE = 4096;
         auto * first = static_cast<char *>(to);
         auto * last  = first + bytes;
-        if (value == 0 && bytes >= SPARSE) {  // pages that are given back are zero
+        if (value == 0 && bytes >= SPARSE) {  // released pages read as zero
             auto * begin = first + (PAGE - reinterpret_cast<uintptr_t>(first) % PAGE) % PAGE;
             auto * end   = last - reinterpret_cast<uintptr_t>(last) % PAGE;
             madvise(begin, end - begin, MADV_DONTNEED);
@@ -1236,7 +1238,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
         std::lock_guard<std::mutex> held(the().lock);
         the().streams.erase(s);
     }
-    s->end();  // and never another's address: whoever still names it shall not be right by chance
+    s->end();  // not deleted, so that a stale handle never names a new stream
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
@@ -1247,7 +1249,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
 cudaError_t cudaStreamQuery(cudaStream_t s) {
     stream * on = resolve(s);
     if (on->capturing()) {
-        misused("a stream is asked whether it has ended while it is captured");
+        misused("a captured stream is queried");
     }
     std::lock_guard<std::mutex> held(on->lock);
     return on->done == on->asked ? cudaSuccess : failed(cudaErrorNotReady);
@@ -1267,7 +1269,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned int) {
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void * argument) {
     resolve(s)->add([=] {
         if (device_key() >= 0) {
-            pkey_set(device_key(), PKEY_DISABLE_ACCESS);  // it runs on the host
+            pkey_set(device_key(), PKEY_DISABLE_ACCESS);  // the function runs on the host
         }
         function(argument);
         if (device_key() >= 0) {
@@ -1290,7 +1292,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
     stream * on = resolve(s);
     std::lock_guard<std::mutex> held(on->lock);
     if (on->capture) {
-        misused("a stream that is captured already is captured");
+        misused("a stream that is captured already is captured again");
     }
     on->strict  = mode != cudaStreamCaptureModeRelaxed;
     on->capture = std::make_unique<graph>();
@@ -1300,7 +1302,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t * g) {
     stream * on = resolve(s);
     std::lock_guard<std::mutex> held(on->lock);
     if (!on->capture) {
-        misused("a capture ends that nobody began");
+        misused("a capture ends that was not begun");
     }
     *g = on->capture.release();
     return cudaSuccess;
@@ -1362,14 +1364,14 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 cudaError_t cudaEventQuery(cudaEvent_t e) {
     MOE_EMU_LOST();
     if (e->device != current_device) {
-        misused("a thread with another current device asks for an event, and makes that device ready for use");
+        misused("a thread with another current device queries an event, which initialises that device");
     }
     std::unique_lock<std::mutex> held(e->m->lock);
     if (e->m->captured) {
-        misused("an event of a capture is asked for");
+        misused("an event of a capture is queried");
     }
     constexpr int MANY = 100;
-    if (counting && e->m->passed < e->m->recorded && ++e->m->queries > MANY) {  // the host waits in a loop
+    if (counting && e->m->passed < e->m->recorded && ++e->m->queries > MANY) {  // the host polls in a loop
         held.unlock();
         return cudaEventSynchronize(e);
     }
@@ -1381,7 +1383,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     {
         std::lock_guard<std::mutex> held(e->m->lock);
         if (e->m->captured) {
-            misused("an event of a capture is waited for");
+            misused("an event of a capture is synchronized");
         }
         n = e->m->recorded;
         on = e->m->on;

@@ -1,4 +1,4 @@
-"""What g++ cannot parse in CUDA sources, rewritten into calls of the emulation."""
+"""Rewrite CUDA syntax that g++ cannot parse into calls of the emulation."""
 
 import re
 
@@ -8,9 +8,9 @@ EXTERN_SHARED = re.compile(
 SHARED = re.compile(r"__shared__\s+((?:__align__\(\w+\)\s*)?(?:typename\s+)?[\w:]+)\s+(\w[^;{}]*);")
 BEFORE_LAUNCH = re.compile(r"(?:\s|\\\n)+(?=\Z)")
 NAME_BEFORE = re.compile(r"[\w:]+$")
-# ggml's wrapper around a launch: the kernel is an argument there.
+# ggml's wrapper of a launch, which gets the kernel as an argument.
 NAMED_LAUNCH = re.compile(r"(\bggml_cuda_kernel_launch\(\s*)([A-Za-z_]\w*)(?=\s*[<,])")
-# MMQ's kernels and their configurations exist for 16 widths of a tile.
+# MMQ's kernels and configurations exist for 16 tile widths.
 TILE_CONFIG = re.compile(r"^\s*CASE\(\w+,\s*\d+,\s*\d+,\s*\d+,\s*(\d+),.*$", re.M)
 TILE_CASE = re.compile(r"case\s+(\d+):\s*launch_mul_mat_q<.*?break;", re.S)
 TILES = {"8", "32", "128"}
@@ -18,16 +18,17 @@ ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 
 
 def emulated(text):
-    """text of a .cu or .cuh file -> the same for g++. Line numbers stay.
+    """Convert the text of a .cu or .cuh file for g++. Line numbers stay the same.
 
-    kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", CALL)(args)
-                                     CALL: [=](auto... a) { kernel(a...); }
-    extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
-    __shared__ T name[N];         -> struct TYPE { T name[N]; };
-                                     auto & name = moe_emu::of_block<TYPE>().name;
-    asm(...)                      -> moe_emu::no_ptx()
-    ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
-    Raises ValueError where a launch cannot be understood.
+        kernel<<<config>>>(args)      -> moe_emu::config(config).of("kernel", CALL)(args)
+                                         CALL: [=](auto... a) { kernel(a...); }
+        extern __shared__ T name[];   -> T * const name = (T *) moe_emu::dynamic_shared();
+        __shared__ T name[N];         -> struct TYPE { T name[N]; };
+                                         auto & name = moe_emu::of_block<TYPE>().name;
+        asm(...)                      -> moe_emu::no_ptx()
+        ggml_cuda_kernel_launch(name  -> moe_emu::naming("name"), ggml_cuda_kernel_launch(name
+
+    Raises ValueError if a launch cannot be parsed.
     """
     text = EXTERN_SHARED.sub(r"\1 * const \2 = (\1 *) moe_emu::dynamic_shared();", text)
     text = SHARED.sub(_shared, text)
@@ -45,7 +46,7 @@ def emulated(text):
         config = text[start + 3 : stop]
         label = kernel.split("<")[0]
         done += [head[: len(head) - len(kernel)]]
-        # Inside a lambda, template arguments are deduced from the call as they are in CUDA.
+        # In a lambda, template arguments are deduced from the call, as in CUDA.
         call = f"[=](auto... moe_emu_a) {{ {kernel}(moe_emu_a...); }}"
         done += [f'moe_emu::config({config}).of("{label}", {call})']
         done += [between[0]] if between else []
@@ -54,7 +55,7 @@ def emulated(text):
 
 
 def fewer_tiles(text):
-    """mmq.cuh and its configurations with fewer widths of a tile, which compiles faster."""
+    """Remove most tile widths from mmq.cuh and its configurations, to compile faster."""
 
     def keep(match):
         return match[0] if match[1] in TILES else "\n" * match[0].count("\n")
@@ -63,7 +64,7 @@ def fewer_tiles(text):
 
 
 def _kernel_at_end(head):
-    """The kernel's name, with its template arguments, that `head` ends with."""
+    """Return the kernel's name with its template arguments at the end of `head`."""
     end = len(head)
     if head.endswith(">"):
         depth = 0
@@ -79,7 +80,7 @@ def _kernel_at_end(head):
 
 
 def _shared(match):
-    """Variables that a block shares: references into the memory of the running one."""
+    """Convert shared variables of a block to references into the running block's memory."""
     done = []
     for each in _at_top_level(match[2]):
         name = re.match(r"\w+", each)
@@ -92,7 +93,7 @@ def _shared(match):
 
 
 def _at_top_level(text):
-    """What commas divide that stand in no bracket."""
+    """Split a text at commas outside of brackets."""
     found, depth = [""], 0
     for char in text:
         depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(char, 0)

@@ -1,5 +1,7 @@
-"""With this folder on PYTHONPATH, every Python started has the emulated GPU: MOE_EDGE_TEST_BACKEND
-names a libggml-cuda.so, which ggml loads before anything else asks it for devices."""
+"""With this folder on PYTHONPATH, every Python process has the emulated GPU.
+
+MOE_EDGE_TEST_BACKEND names a libggml-cuda.so, which ggml loads before it lists its devices.
+"""
 
 import ctypes
 import importlib.util

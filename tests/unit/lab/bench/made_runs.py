@@ -1,10 +1,11 @@
-"""Made-up runs, as processes print them, and the rows of a report."""
+"""Invented results of benchmark processes, and the rows of a report."""
 
 from orchestrator.native.abi import WAITS
 
 
 def part(name, ms, tokens=None, **store):
-    """A part of a run whose steps took ms. store: what was counted, where there was one."""
+    """A part of a run. ms: duration of each step. store: counters of the store, if the run has
+    one."""
     tokens = len(ms) if tokens is None else tokens
     made = {"name": name, "tokens": tokens, "ms": list(ms)}
     if not store:
@@ -27,10 +28,10 @@ def part(name, ms, tokens=None, **store):
 
 
 def run(*parts, **more):
-    """What a process printed."""
+    """Output of a benchmark process."""
     return {"parts": list(parts), "peak_rss": 50 * 2**20, "policy": {}} | more
 
 
 def rows_of(report):
-    """The rows of a report by name and cap."""
+    """Rows of a report by (name, cap)."""
     return {(row["name"], row["cap"]): row for row in report.rows}

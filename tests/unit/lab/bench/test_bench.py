@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, the parts of a process, the machine, models and the loop."""
+"""Shared parts of all benchmarks: options, parts of a run, machine, models, and the loop."""
 
 import shutil
 import sys
@@ -41,7 +41,7 @@ def job(**changes):
 
 
 class Played:
-    """A model that computes nothing, and says what it was asked."""
+    """A model that computes nothing and records its calls."""
 
     def __init__(self):
         self.calls, self.forked, self.steps, self.resets = [], [], [], 0
@@ -83,16 +83,16 @@ def test_every_system_gets_the_same_tokens():
     ]
 
 
-def test_parts_end_in_time_and_leave_the_tokens_after_them_alone():
+def test_parts_have_a_time_limit_that_does_not_change_later_tokens():
     results, calls = timed([prompt(16), settle(4, 0.0), decode(20, 0.0), prompt(8)])
     assert [len(each["ms"]) for each in results] == [1, 1, MIN_STEPS, 1]
     patient = timed([prompt(16), settle(4, 60.0), decode(20, 60.0), prompt(8)])[1]
     assert calls[-1] == patient[-1]
-    assert calls[-1][1] == 0  # a prompt starts a conversation of its own
+    assert calls[-1][1] == 0  # a prompt starts a new conversation
 
 
 def test_each_sequence_gets_its_own_tokens():
-    """They fork from the prompt, and go on with pieces of their own."""
+    """All sequences fork from the prompt and continue with different tokens."""
     numbers = iter(range(10**6))
     model = Played()
     parts = CapOptions(tokens=3, prompt_tokens=2, warmup=1, together=2).parts()
@@ -103,12 +103,13 @@ def test_each_sequence_gets_its_own_tokens():
     assert model.resets == 1 and done[-1]["tokens"] == 6
     options = CapOptions(tokens=10, prompt_tokens=7, together=40)
     assert (options.sequences, options.n_ubatch) == (40, 40)
-    assert longest_context(options.parts()) == 512  # 7 + 16 + 40 * 10 cells
+    assert longest_context(options.parts()) == 512  # 7 + 16 + 40 * 10 KV cells
     assert longest_context(options.parts(), shared=False) == 256
 
 
-def test_a_part_has_what_the_store_counted_meanwhile():
-    """Of its own steps: waited for and ahead, by step."""
+def test_a_part_has_the_counters_of_its_own_steps():
+    """A part's result has demand and prefetched bytes for each of its steps, and the store's
+    counters during it."""
 
     class Store:
         calls = 3
@@ -148,24 +149,24 @@ def test_a_part_has_what_the_store_counted_meanwhile():
     assert counted["routed"] == {"high": 3, "low": 2, "skip": 1}
 
 
-def test_what_does_not_fit_the_model_is_refused_before_measuring(no_disk):
+def test_a_context_beyond_the_model_is_refused_before_measuring(no_disk):
     options = CapOptions(shape="demo", prompt_tokens=900, tokens=300)
     with pytest.raises(ConfigError, match="context of 1280 tokens, the model was trained for 1024"):
         Caps().run(options)
 
 
-def test_no_group_is_a_reason_not_an_error(monkeypatch, tmp_path):
+def test_a_missing_memory_cgroup_gives_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(host, "memory_folders", lambda: [])
     with host.memory_group(2**20) as group:
         assert group == "no memory cgroup is mounted here"
-    # A plain folder has no limit file: writing one fails as it does without permission.
+    # In a plain folder the limit file cannot be written, as without permission.
     monkeypatch.setattr(host, "memory_folders", lambda: [tmp_path / "missing"])
     with host.memory_group(2**20) as group:
         assert isinstance(group, str)
         assert "cannot be created" in group
 
 
-def test_a_real_memory_group_holds_its_limit():
+def test_a_memory_cgroup_has_its_limit():
     with host.memory_group(64 * 2**20) as group:
         if isinstance(group, str):
             pytest.skip(group)
@@ -194,7 +195,7 @@ def test_models_are_cached_and_stale_ones_removed(monkeypatch, tmp_path):
     assert high.exists()
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(monkeypatch, tmp_path):
+def test_a_full_disk_is_reported_before_writing(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = BenchOptions(shape="qwen3-30b", layers=48)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=20 * 10**9))

@@ -1,4 +1,4 @@
-"""`moe-edge bench`: its cases, its bound, and a small run."""
+"""`moe-edge bench`: its cases, the bound of a row, and a small run."""
 
 import json
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def test_every_system_runs_under_every_cap(bench):
             assert f"{name} @{cap}" in keys
     assert [case.role for case in listed].count("reference") == 1
     assert {case.settings["retention"] for case in listed if "dymoe 4/" in case.name} == {0.6}
-    # The largest uniform type that fits stands under its cap.
+    # The largest uniform type that fits is compared under the same limit.
     assert {(case.cap, case.tier) for case in listed if case.cap and case.tier} == {
         (0.6, "q2_k"),
         (0.8, "q3_k"),
@@ -60,11 +60,11 @@ def test_the_largest_type_that_fits_is_taken(bench):
     assert bench.largest_whole(0.1) is None
 
 
-def test_the_whole_process_counts_where_it_is_capped(bench):
+def test_the_whole_process_counts_if_it_is_limited(bench):
     bench.on = SimpleNamespace(
         caps_process=True, n_ctx=256, n_ubatch=16, trained=False, routing="uniform"
     )
-    # a tiny model is smaller than the process around it
+    # a tiny model is smaller than the process
     assert bench.largest_whole(0.99) is None
     bench.file_bytes = 2**40
     assert bench.largest_whole(0.99) == "q6_k"
@@ -73,10 +73,10 @@ def test_the_whole_process_counts_where_it_is_capped(bench):
 def test_a_skipped_and_a_low_expert_compute_less():
     compute = Computing([20.0], [16.0], [17.0], 0.75)
     assert compute.of_mix(0, ALL_HIGH) == 20.0
-    # a quarter of the experts left out saves 3 ms, half of them would save 6
+    # skipping a quarter of the experts saves 3 ms, half would save 6
     assert compute.of_mix(0, {"high": 0.5, "low": 0.0, "skip": 0.5}) == pytest.approx(14.0)
     assert compute.of_mix(0, {"high": 0.5, "low": 0.5, "skip": 0.0}) == pytest.approx(18.0)
-    # noise that makes the cheaper one slower saves nothing
+    # noise that makes the cheaper form slower gives no negative saving
     assert Computing([20.0], [21.0], [], 1).of_mix(0, {"high": 0, "low": 1, "skip": 0}) == 20.0
 
 
@@ -87,7 +87,7 @@ def test_computing_is_the_better_flags_of_upstream_run_by_run():
     rows = [
         upstream("upstream", 10.0, 9.0),
         upstream("upstream", 8.0, 11.0),
-        upstream("reference", 1.0, 1.0),  # our managed path is no bound of itself
+        upstream("reference", 1.0, 1.0),  # our own path with a store is no bound for itself
         upstream("low", 7.0, 7.0),
         {"role": "fewer", "cap": None, "error": "died"},
     ]
@@ -98,11 +98,12 @@ def test_computing_is_the_better_flags_of_upstream_run_by_run():
 @pytest.mark.parametrize(
     ("ms", "reads", "disk", "computed", "bound", "by"),
     [
-        # Three steps miss nothing, two miss 100 MB: the median step is bound by its computing.
+        # Three steps miss nothing, two miss 100 MB: computing bounds the median step.
         ([6.0] * 3 + [110.0] * 2, [[0, 0]] * 3 + [[1e8, 0]] * 2, [1e9], 5.0, 5.0, "computing"),
-        # The best probe beside a row binds it: 20 MB at 1.25 GB/s.
+        # The faster measurement of the disk bounds the row: 20 MB at 1.25 GB/s.
         ([25.0] * 4, [[2e7, 0]] * 4, [1e9, 1.25e9], 5.0, 16.0, "misses"),
-        # A disk that became faster bounds the row: 20 MB in 12.8 ms, where its probes said 1.05.
+        # If the disk became faster, the row bounds it: 20 MB in 12.8 ms, although 1.05 GB/s was
+        # measured.
         ([12.8] * 4, [[2e7, 0]] * 4, [1.05e9, 1.05e9], 5.0, 12.8, "misses"),
     ],
 )
@@ -116,14 +117,15 @@ def test_the_bound_of_a_row(ms, reads, disk, computed, bound, by):
     assert row["of_bound"] == pytest.approx(bound / row["tpot_ms_p50_runs"][0])
 
 
-def test_what_was_read_ahead_counts_as_far_as_it_was_used():
+def test_prefetched_bytes_count_as_far_as_they_were_used():
     made = part("decode", [1.0], used_ahead=0.75) | {"step_reads": [[10, 8]]}
     assert step_bytes(made) == [16.0]
 
 
 @pytest.fixture
 def faked(monkeypatch, no_disk):
-    """run() with processes and the disk replaced: 10 ms resident, 1 GB/s, known misses."""
+    """Results of run() with simulated processes and disk: 10 ms if resident, 1 GB/s, known
+    misses."""
     jobs, notes = [], []
 
     def spawn(job, enter=None):
@@ -147,11 +149,11 @@ def faked(monkeypatch, no_disk):
     return report, jobs
 
 
-def test_bound_and_speedup_follow_from_what_was_measured(faked):
+def test_bound_and_speedup_follow_from_the_measurements(faked):
     report, _ = faked
     rows = rows_of(report)
     lru = rows["lru", 0.6]
-    # 20 MB a token at 1 GB/s: 20 ms, more than the 8 ms of computing.
+    # 20 MB per token at 1 GB/s: 20 ms, more than 8 ms of computing.
     assert lru["bound_tpot_ms"] == pytest.approx(20.0)
     assert lru["of_bound"] == pytest.approx(20 / 25)
     assert lru["speedup_mmap"] == pytest.approx(8.0)

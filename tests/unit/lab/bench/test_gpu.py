@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: its cases, its ratios, its table; run for real on the host device."""
+"""The GPU benchmark: its cases, ratios and table, with a real run on the host device."""
 
 from types import SimpleNamespace
 
@@ -22,8 +22,8 @@ MIB, GIB = 2**20, 2**30
 FIXED = FixedMemory(ours=2 * GIB, theirs=GIB, layers=(GIB,) * 8)
 
 
-def test_upstream_keeps_what_does_not_fit_on_the_cpu():
-    """Upstream takes 1 GiB less for itself than ours does: it may keep one layer more."""
+def test_upstream_keeps_layers_that_do_not_fit_on_the_cpu():
+    """Upstream needs 1 GiB less itself, so it may keep one layer more on the GPU."""
     assert [FIXED.vram_bytes(share) for share in (0.25, 0.5)] == [4 * GIB, 6 * GIB]
     assert [FIXED.cpu_moe(share) for share in (0.01, 0.25, 0.5, 0.99)] == [7, 5, 3, 0]
     larger = FixedMemory(ours=GIB, theirs=3 * GIB, layers=(GIB,) * 8)
@@ -31,10 +31,11 @@ def test_upstream_keeps_what_does_not_fit_on_the_cpu():
 
 
 @pytest.mark.parametrize("kernels", [0, 300 * MIB])
-def test_what_kernels_take_is_room(monkeypatch, tmp_path, kernels):
-    """Whatever the rows launch takes of both engines' memory is measured with theirs, and is not
-    taken from the experts' share. Our plan refuses less than its estimate, so that counts where
-    kernels take less."""
+def test_memory_of_kernels_is_not_taken_from_experts(monkeypatch, tmp_path, kernels):
+    """Memory of kernels is measured for both engines and does not reduce the experts' share.
+
+    Our plan never uses less than its estimate, so the estimate counts if kernels need less.
+    """
     options = GpuOptions(caps=(0.25, 0.5), prompt_tokens=8)
     pieces = [SimpleNamespace(expert_bytes=GIB // 8)]
     model = SimpleNamespace(n_layers=4, n_expert=8, tier_bytes=(4 * GIB,), slices=[[pieces]] * 4)
@@ -104,7 +105,7 @@ def measured(**store):
         (None, {"needed_copied_bytes": 40e6}, None, None),
     ],
 )
-def test_the_bound_is_the_slower_of_computing_and_what_was_missed(cap, store, bound, by):
+def test_the_bound_is_the_slower_of_computing_and_misses(cap, store, bound, by):
     runs = [measured(**store)]
     made = Gpu()
     made.fixed_memory = SimpleNamespace(vram_bytes=lambda share: 4 * MIB)
@@ -146,7 +147,7 @@ def test_every_case_runs_on_the_host_device(real_engine, tmp_path):
     assert rows[ON_DEMAND, 0.6]["hit_rate"] == 0
     assert all(rows[name, 0.6]["bound_tpot_ms"] > 0 for name in ("lru", *PAPER))
     assert max(map(len, report.text().splitlines())) <= 100
-    # Another call takes what was kept.
+    # A second call reuses the stored results.
     kept = set(tmp_path.glob("case-*.json"))
     again = Gpu().run(options)
     assert rows_of(again)["lru", 0.6]["tpot_ms_p50"] == rows["lru", 0.6]["tpot_ms_p50"]

@@ -1,4 +1,4 @@
-"""`moe-edge bench paired`: what the two sides are told, their turns, and the ratio."""
+"""`moe-edge bench paired`: settings of the two sides, their turns, and the ratio."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from orchestrator.lab.eval.arithmetic import median_interval
 MODEL = Path("m.gguf")
 
 
-def test_a_side_is_told_settings_as_options_write_them():
+def test_settings_of_a_side_are_parsed_like_options():
     options = PairedOptions(prompt=512, threads=1)
-    told = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
-    assert told == {
+    parsed = options.side(("policy=dymoe", "retention=0.8", "expert_ram=1MiB"), MODEL)
+    assert parsed == {
         "model": "m.gguf",
         "ctx": 4096,
         "ubatch": 512,
@@ -33,21 +33,21 @@ def test_a_side_is_told_settings_as_options_write_them():
     }
 
 
-def test_upstream_runs_at_its_best_flags_unless_others_are_asked_for():
-    told = PairedOptions(threads=1).side(("upstream", "extra_bufts=false"), MODEL)
-    assert told["upstream"] and told["mmap"] is False and told["extra_bufts"] is False
-    assert (told["n_ubatch"], told["threads"]) == (64, 1)
+def test_upstream_runs_with_its_best_flags_by_default():
+    parsed = PairedOptions(threads=1).side(("upstream", "extra_bufts=false"), MODEL)
+    assert parsed["upstream"] and parsed["mmap"] is False and parsed["extra_bufts"] is False
+    assert (parsed["n_ubatch"], parsed["threads"]) == (64, 1)
     assert PairedOptions(threads=1).side(("upstream",), MODEL)["extra_bufts"] is True
 
 
 @pytest.mark.parametrize("word", ["polcy=lru", "policy", "upstream=1"])
-def test_what_is_no_setting_is_refused(word):
+def test_words_that_are_not_settings_are_refused(word):
     with pytest.raises(ConfigError, match=f"'{word}' is not a setting in the form NAME=VALUE"):
         PairedOptions().side((word,), MODEL)
 
 
 class Played:
-    """A side that computes nothing, and says when it was asked."""
+    """A side that computes nothing and records its calls."""
 
     def __init__(self, name, asked, steps):
         self.name, self.asked, self.steps, self.ms = name, asked, steps, []
@@ -58,7 +58,7 @@ class Played:
         return [1.0] * (steps - 1)
 
 
-def test_who_begins_changes_from_turn_to_turn_and_warm_up_counts_nowhere():
+def test_sides_alternate_and_warm_up_does_not_count():
     asked, steps = [], []
     sides = {name: Played(name, asked, steps) for name in "ab"}
     in_turns(sides, prompt=0, turns=3)
@@ -74,19 +74,19 @@ def test_the_interval_of_a_median():
     assert 0.9 <= low < median < high <= 3.0
 
 
-def test_both_sides_really_run(real_engine):
+def test_both_sides_run(real_engine):
     report = Paired().run(PairedOptions(quick=True, threads=1, layers=2))
     (row,) = report.rows
     assert row["ratio"] == row["theirs_ms"] / row["ours_ms"]
     assert f"median ratio {row['ratio']:.4f}" in report.text()
 
 
-def test_a_side_that_cannot_run_says_why(real_engine, tmp_path):
+def test_a_side_that_cannot_run_is_reported(real_engine, tmp_path):
     import sys
 
-    told = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
+    parsed = {"model": str(tmp_path / "no.gguf"), "policy": "lru"}
     with (
         pytest.raises(MoeEdgeError, match=r"the process of a side failed: .*no\.gguf"),
-        Side.started(HERE, sys.executable, told),
+        Side.started(HERE, sys.executable, parsed),
     ):
         pass

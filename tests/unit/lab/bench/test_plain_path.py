@@ -1,4 +1,4 @@
-"""Our plain path asks llama.cpp for what upstream's best flags ask for."""
+"""llama.cpp's own path passes the same parameters to llama.cpp as upstream's best flags."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from orchestrator.lab.bench import child
 from orchestrator.lab.bench.cases import PLAIN, RESIDENT, UPSTREAM
 from orchestrator.lab.bench.child import Job, decode, prompt
 
-# These do not touch what is computed or where weights lie: a progress bar and its argument, timers,
-# and for how many tokens of a batch there is room for logits.
+# Parameters that change neither the computation nor the place of weights: progress callback,
+# timers, and the number of tokens with logits.
 OTHER = {
     "progress_callback",
     "progress_callback_user_data",
@@ -19,13 +19,13 @@ OTHER = {
 
 
 def plain(value):
-    """A value of a structure's field that can be compared."""
+    """A field's value in a form that can be compared."""
     return value if isinstance(value, bool | int | float) else bool(value)
 
 
 @pytest.fixture
 def asked(library, monkeypatch):
-    """What was asked of llama.cpp: {"model": fields, "context": fields}."""
+    """Parameters passed to llama.cpp: {"model": fields, "context": fields}."""
     from gguf_tools import built
 
     ll = built.bindings()

@@ -118,7 +118,7 @@ def test_a_repeated_command_measures_what_is_missing(model, tmp_path, calls):
     assert run(model, tmp_path, "--only", "figure 2, Figure 4").exit_code == 0
     assert calls == ["Figure 2"] and not (tmp_path / "firm.json").exists()
     assert run(model, tmp_path).exit_code == 0
-    # What this text cannot show is tried again: another one may.
+    # A figure that the text cannot show is tried again: another text may show it.
     assert calls == ["Figure 2", "Table 1", "Figure 3"]
     assert run(model, tmp_path).exit_code == 0
     assert calls[3:] == ["Figure 3"]

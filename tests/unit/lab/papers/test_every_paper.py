@@ -32,7 +32,7 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def found(library, tiny_model, tmp_path_factory):
-    """What a paper's command finds, by its name; each runs once."""
+    """found(name): result of a paper's command; each runs once."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     data = tmp_path_factory.mktemp("data")
     for name, text in TEXTS.items():

@@ -1,4 +1,4 @@
-"""The tests here share what studies are made on, and what each of them finds."""
+"""Shared fixtures of study tests, and the result of each study."""
 
 import json
 from functools import cache
@@ -36,23 +36,26 @@ STUDIES = {
 
 @pytest.fixture(scope="session")
 def domains(tmp_path_factory):
-    """A text of two domains."""
+    """A text with two domains."""
     path = tmp_path_factory.mktemp("domains") / "domains.jsonl"
     records = [{"text": 2 * text, "domain": name} for name, text in TEXTS.items()]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-# Studies of halves need all of the text; the others do with little.
+# Studies that split the text into halves need all of it. Others use a part.
 WHOLE = ("demotion", "memory", "near-bits")
-# One size of the hot set shows what there is to see, in half of the time.
+# One size of the hot set suffices, and takes half the time.
 MORE = {"near-bits": {"hot_experts": 2}}
 
 
 @pytest.fixture(scope="session")
 def found(model, domains, tmp_path_factory):
-    """What a study finds of the random model, by its name; each study runs once. tables: their
-    titles and rows, as JSON has them; panels: how many; said: notes; passes: what was counted."""
+    """found(name): result of a study on the random model; each study runs once.
+
+    tables: their titles and rows, as in the JSON. panels: their number. said: notes. passes: the
+    number of passes over the text.
+    """
     asked = tmp_path_factory.mktemp("asked") / "choices.jsonl"
     records = [
         {"question": f"Question {i}: which one?", "choices": ["river", "a fox"], "answer": i % 2}

@@ -1,4 +1,4 @@
-"""What a prompt says of its answer's experts, against counts by hand."""
+"""How well a prompt predicts the experts of its answer, compared with counts by hand."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from orchestrator.lab.study.activations import (
     applied_gates,
 )
 from orchestrator.lab.study.near_data import (
-    ALIKE,
     COUNTS,
+    EQUAL_USAGE,
     ORACLE,
     OWN,
     RIGHT,
@@ -36,15 +36,15 @@ def usage(domain, prompt, answer):
     return Usage(domain, counts, counts, np.array([answer]))
 
 
-def test_what_the_hot_experts_capture():
+def test_uses_that_the_hot_experts_cover():
     scores, used = np.array([[0.1, 0.5, 0.4], [0.9, 0.1, 0.9]]), np.array([[5, 2, 3], [1, 7, 2]])
-    assert captured(scores, used, 1) == 2 + 1  # ties by index
+    assert captured(scores, used, 1) == 2 + 1  # equal scores are ordered by index
     assert captured(scores, used, 2) == 5 + 3
 
 
-def test_every_choice_knows_what_it_should():
-    """Others are those of the same domain, without the text itself; the wrong profile is that of
-    other domains; each text counts alike in them."""
+def test_each_profile_uses_its_own_texts():
+    """ "Right" profiles use other texts of the same domain, "wrong" ones those of other domains.
+    Each text has the same weight."""
     usages = [
         usage("chat", [8, 0], [0, 9]),
         usage("chat", [0, 30], [0, 30]),
@@ -59,13 +59,14 @@ def test_every_choice_knows_what_it_should():
     assert known[blend(RIGHT)] == pytest.approx(np.array([[(8 + 32) / 72, 32 / 72]]))
     assert choices(usages, 3, 1)[RIGHT] is None
     rows = {(row["domain"], row["by"]): row for row in domain_rows(usages, [known] * 4, 1)}
-    assert rows["chat", ALIKE]["mass"] == 0.5
+    assert rows["chat", EQUAL_USAGE]["mass"] == 0.5
     assert rows["chat", OWN]["mass"] == 1 / 40
     assert rows["documents", RIGHT]["mass"] == 0.75
 
 
-def test_figure_4_is_of_how_often_experts_are_used():
-    """P = 3/5, 4/5 of length 1 against the answer's 1, 0; S is half P and half W = 0, 1."""
+def test_figure_4_is_a_cosine_of_usage():
+    """Cosine similarity of the prompt's usage with the answer's (1, 0). P = (3/7, 4/7) gives 3/5. S
+    is half P and half W = (0, 1)."""
     counts, gates = np.array([[3.0, 4.0]]), np.array([[0.0, 7.0]])
     one = Usage("", counts, gates, np.array([[5.0, 0.0]]))
     known = choices([one], 0, 1)
@@ -77,8 +78,8 @@ def test_figure_4_is_of_how_often_experts_are_used():
 
 
 def test_a_window_is_a_prompt_and_an_answer():
-    """Experts and weights are those that the model has; the last layer of a prompt is as the router
-    sees it from the layer before, with the scores that the hook gives it."""
+    """Experts and gate weights are the model's. For the last layer of a prompt they are predicted
+    from the previous layer's router input, with the scores that the hook computes."""
     assert prompt_tokens(Window([0] * 30, 12, "")) == 12
     assert prompt_tokens(Window([0] * 30, 1, "")) == 15
     window = Window([0] * 20, 10, "x")
@@ -125,7 +126,7 @@ def test_a_window_is_a_prompt_and_an_answer():
 @pytest.mark.parametrize(
     ("shape", "renormalises"), [("tiny-olmoe", False), ("tiny-qwen3moe", True)]
 )
-def test_gates_are_renormalised_where_the_family_does_it(library, tmp_path, shape, renormalises):
+def test_gate_weights_are_renormalised_as_in_the_family(library, tmp_path, shape, renormalises):
     path = synthetic.write(tmp_path / "m.gguf", shape)
     (found,) = activations_of(path, [range(16)], 1)
     gates = applied_gates(found, 1)

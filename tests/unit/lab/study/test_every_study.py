@@ -1,5 +1,5 @@
-"""Each study once on a small random model: that its figures are possible ones, and what they must
-be for this study."""
+"""Each registered study runs from end to end on a small random model, and its figures are
+plausible."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ HIGH, LOW, BEST = "q4_k", "q2_k", "q8_0"
 
 
 def by(rows, *keys):
-    """The rows by what these figures of theirs are."""
+    """Rows by the values of these columns."""
     return {tuple(row[key] for key in keys): row for row in rows}
 
 
@@ -169,8 +169,8 @@ def test_a_study_runs_and_its_figures_are_possible(found, name):
 
 
 def check_quality(row):
-    """A row that has a perplexity has the distance from the best tier first, and both with their
-    error; what is a share is one."""
+    """In each row KL comes before perplexity, both have an error, and shares are between 0 and
+    1."""
     if "perplexity" in row:
         assert list(row).index("kl") < list(row).index("perplexity")
         (kl, kl_error), (perplexity, error) = row["kl"], row["perplexity"]

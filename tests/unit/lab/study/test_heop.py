@@ -20,7 +20,7 @@ def test_the_loss_counts_what_is_read_for_nothing_and_what_is_waited_for():
     found = Losses(2, 4, 1, slots=1)
     assert found.most == 2
     router = np.eye(4)
-    # Of three tokens, layer 1 uses 0, 0, 1; layer 0 predicts 0 before 2, 3 before 0, 2 before 1.
+    # For three tokens, layer 1 uses 0, 0, 1; layer 0 predicts 0 before 2, 3 before 0, 2 before 1.
     x = np.array([[4.0, 0, 3, 0], [3, 0, 0, 4], [0, 3, 4, 0]])
     logits = np.eye(4)[[0, 0, 1]]
     read = {

@@ -1,4 +1,4 @@
-"""Rows of context beside dynaexq: in the same memory, where the text has prompts."""
+"""Rows of `context` next to `dynaexq` with the same memory, for a text with prompts."""
 
 import pytest
 

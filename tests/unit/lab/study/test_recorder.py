@@ -1,4 +1,5 @@
-"""What studies see of a model that reads: the same within a cap on memory, which they keep to."""
+"""Activations that studies record: equal with and without a memory limit, and read within the
+limit."""
 
 import pytest
 
@@ -24,10 +25,10 @@ def test_activations_are_the_same_within_a_cap(library, model):
 
 @pytest.mark.parametrize("study", [Similarity, VotesStudy, PromptContext])
 def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, monkeypatch, study):
-    rooms = []
+    limits = []
 
     def too_small(*given):
-        rooms.append(given[-1])
+        limits.append(given[-1])
         raise BudgetError("as it says there")
 
     monkeypatch.setattr(observe, "load_within", too_small)
@@ -36,5 +37,5 @@ def test_a_study_that_reads_keeps_to_the_cap(library, model, domains, monkeypatc
     on = Subject(config, options, lambda what, done: None)
     with pytest.raises(BudgetError, match="as it says there"):
         study().measure(on)
-    (room,) = rooms
-    assert room.ram == 100 << 20 and room.own > 0 and "study" in room.use
+    (limit,) = limits
+    assert limit.ram == 100 << 20 and limit.own > 0 and "study" in limit.use

@@ -1,4 +1,4 @@
-"""The studies' own decisions."""
+"""Policies of the studies, recall and cosine, and recorded logits."""
 
 import numpy as np
 
@@ -19,7 +19,8 @@ K, N = 4, 16
 
 
 class Inner:
-    """The two heaviest of a token's experts high, the others low; in prefill the first five."""
+    """Decode: the two heaviest experts of a token are high, the others low. Prefill: the first five
+    experts are high, the others skipped."""
 
     critical = (1, 2)
 

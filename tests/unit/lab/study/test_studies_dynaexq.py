@@ -1,4 +1,5 @@
-"""How a text is divided, the arithmetic of what is won back, and hot sets."""
+"""Studies of DynaExq: halves of a text, the share of the loss that is recovered, and fixed hot
+sets."""
 
 import numpy as np
 import pytest
@@ -46,13 +47,13 @@ def subject(model, text):
 
 
 def fixed(subject, n_high, used):
-    """The text with a hot set that never changes."""
+    """Score of the text with a hot set that never changes."""
     settings = Residency(subject).settings(n_high, **NEVER)
     with subject.open(settings, used) as e:
         return subject.score(e, "")
 
 
-def test_what_hotness_says_is_high_is_resident_and_computed(subject):
+def test_the_hottest_experts_are_resident_and_computed_high(subject):
     scores = subject.random_uses(seed=3)
     with subject.open(Residency(subject).settings(3, **NEVER), scores) as e:
         assert subject.score(e, "").slot_bytes == Residency(subject).budget_bytes(3)
@@ -67,10 +68,10 @@ def test_what_hotness_says_is_high_is_resident_and_computed(subject):
         assert row.high == (1.0 if n_high else 0.0)
 
 
-def test_uses_are_what_was_routed(subject):
+def test_measured_usage_selects_the_hottest_experts(subject):
     found = subject.uses(subject.windows, subject.high)
     assert found.sum(axis=1) == pytest.approx(np.full(subject.n_layers, subject.n_expert_used))
     hottest, coldest = (fixed(subject, 2, used) for used in (found, found.max() - found))
     n_hot = np.sort(found, axis=1)[:, -2:].sum() / found.sum()
-    assert hottest.high == pytest.approx(n_hot, abs=0.02)  # routing moves with precision
+    assert hottest.high == pytest.approx(n_hot, abs=0.02)  # routing changes with precision
     assert coldest.high < n_hot

@@ -1,4 +1,4 @@
-"""Uniform types to compare with: which are made, how, and that none is left behind."""
+"""Uniform types for comparison: the list, how files are made, and their deletion."""
 
 from orchestrator.config import Config
 from orchestrator.lab.study import uniform

@@ -1,5 +1,5 @@
-"""Figure 7 of FIRM-MoE against its equations, written once more in the plainest way: sets of
-experts of one token and one layer, counted one after the other."""
+"""Figure 7 of FIRM-MoE, compared with a second implementation of its equations: sets of experts for
+one token and one layer."""
 
 import re
 
@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 def scores_of(x, w_g):
-    """x W_g of eq. 4, a number for each expert."""
+    """x W_g of eq. 4: a score for each expert."""
     return [sum(float(x[i]) * float(w_g[i][e]) for i in range(len(x))) for e in range(len(w_g[0]))]
 
 
@@ -25,14 +25,16 @@ def top_k_indices(scores, k):
 
 
 def expected(label, x, w_g, layer, k):
-    """The set S_l that a strategy names, as its label in the table says. x [layers][width], of one
-    token; w_g [width][experts], of the layer's router."""
+    """The set S_l of predicted experts, by the label of a row.
+
+    x: [layers][width], router inputs of one token. w_g: [width][experts], the router of the layer.
+    """
 
     def s(m, n):
         return set(top_k_indices(scores_of(x[m], w_g), n))
 
     def before(p):
-        return range(max(0, layer - p), layer)  # m = l-P .. l-1 of eq. 6, as far as there are any
+        return range(max(0, layer - p), layer)  # m = l-P .. l-1 of eq. 6, as many as exist
 
     if found := re.fullmatch(r"top (\d+)", label):
         return s(layer - 1, int(found[1]))
@@ -48,14 +50,15 @@ def expected(label, x, w_g, layer, k):
     if found := re.fullmatch(r"margin, K=(\d+)", label):
         nearest = scores_of(x[layer - 1], w_g)
         ranked = top_k_indices(nearest, k)
-        # Half an octave above the last of k for each candidate less, in shares of a softmax.
+        # The threshold rises by half an octave above the k-th score for each candidate less, in
+        # shares of a softmax.
         least = nearest[ranked[-1]] + (k - int(found[1])) * np.log(2) / 2
         return {e for e in ranked if nearest[e] >= least - 1e-9}
-    raise AssertionError(f"the table has a strategy '{label}' that nobody computed by hand")
+    raise AssertionError(f"unknown strategy in the table: {label!r}")
 
 
 def study(xs, routers, layer_ids, k, windows):
-    """What is counted of these router inputs, x [layers, tokens, width] of each window."""
+    """Counts of the study for these router inputs. xs: [layers, tokens, width] for each window."""
     n_expert = len(routers[layer_ids[0]])
     found = Voted(len(layer_ids), k, n_expert)
     for x, window in zip(xs, windows, strict=True):
@@ -70,7 +73,7 @@ def study(xs, routers, layer_ids, k, windows):
 )
 def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
     rng = np.random.default_rng(seed)
-    layer_ids = [2 * at + 1 for at in range(n_layers)]  # dense layers between them
+    layer_ids = [2 * at + 1 for at in range(n_layers)]  # with dense layers in between
     windows = [
         Window([number] * n, first, "") for number, (n, first) in enumerate([(7, 3), (4, 1)])
     ]
@@ -80,8 +83,8 @@ def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
     rows = found.rows()
     assert [row["strategy"] for row in rows] == list(found.strategies)
 
-    sums = {}  # (strategy, layer): |S and A|, |S|, |A|, over tokens
-    recalls = {}  # by distance: those of the top k
+    sums = {}  # (strategy, layer): |S and A|, |S|, |A|, summed over tokens
+    recalls = {}  # recall of the top k, by distance in layers
     n_tokens = 0
     for x, window in zip(xs, windows, strict=True):
         for token in range(window.first, len(window.tokens)):
@@ -99,7 +102,7 @@ def test_figure_7_follows_from_its_equations(seed, n_layers, n_expert, k):
                     guess = set(top_k_indices(scores_of(mine[layer - d], w_g), k))
                     recalls.setdefault(d, []).append(len(guess & used) / k)
     layers = range(1, n_layers)
-    of_top = [0.0]  # how many of the first n of the nearest layer are right, a layer and token
+    of_top = [0.0]  # how many of the nearest layer's first n are right, per layer and token
     for n in range(1, found.most + 1):
         right = sum(sums[f"top {n}", layer][0] for layer in layers)
         of_top.append(right / (n_tokens * len(layers)))

@@ -1,4 +1,4 @@
-"""The votes studies of FIRM-MoE: what is compared, by hand, and the loss of a made-up trace."""
+"""The studies of votes in FIRM-MoE: strategies by hand, and the loss of an invented trace."""
 
 import sys
 from pathlib import Path
@@ -28,23 +28,24 @@ VOTES = [[5, 2, 7, 1], [2, 5, 9, 7], [7, 2, 4, 5]]
 
 
 def test_ways_to_predict():
-    """5 is worth 1.5 + 1.0 + 0.5 where the third layer's last candidate counts; 7 then too."""
+    """Strategies give the predictions by hand. Expert 5 has the weight 1.5 + 1.0 + 0.5 if the third
+    layer's last candidate counts; expert 7 then has it too."""
     assert union(VOTES, 2, 2) == [5, 2]
     assert union(VOTES, 4, 3) == [5, 2, 7, 1, 9, 4]
     assert weighted(VOTES, 4, 3.0) == [5, 2, 7]
-    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # 2.5, 3.0 and 2.0
+    assert weighted(VOTES, 3, 2.0) == [5, 2, 7]  # weights 2.5, 3.0 and 2.0
     assert weighted(VOTES, 3, 2.5) == [5, 2]
-    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # all votes there are
+    assert weighted(VOTES[:2], 4, 3.0) == [5, 2, 7]  # only two layers vote
     scores = [1.0, 0.5, 0.3, 0.1]
     named = {label: predict(VOTES, scores) for label, (_, predict) in strategies(4, 4).items()}
     assert named["top 2"] == [5, 2]
     assert named["MoL K=4 P=3"] == named["weighted >= 3.0"] == [5, 2, 7]
-    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last one
+    assert named["margin, K=2"] == [5, 2, 7]  # at least twice the last score
 
 
 @pytest.mark.parametrize("k", [2, 8])
 def test_parts_are_the_papers(k):
-    """Settings that policies take; K = P = 3, as far as the model has as many experts a token."""
+    """All parts have valid settings. K = P = 3, limited by the experts per token."""
     by_base = parts(k)
     listed = [part for several in by_base.values() for part in several]
     assert len({part.name for part in listed}) == len(listed)
@@ -58,7 +59,7 @@ def test_parts_are_the_papers(k):
 
 @pytest.fixture
 def trace():
-    """Layer 2 is predicted rightly by the layer before and wrongly by the one before that."""
+    """A trace where layer 2 is predicted correctly by layer 1 and wrongly by layer 0."""
     rng = np.random.default_rng(0)
     steps, ahead = [], []
     for _ in range(40):
@@ -82,7 +83,8 @@ def test_the_parts_over_a_trace(library, trace):
             # Each of 40 tokens computes for 2 ms.
             assert all(0 < row["answer_tokens_per_s"] <= 1000 / 2 for row in rows.values())
             if base == NO_PREFETCH:
-                # reads of single matrices are waited for one by one: never slower than for all
+                # Reads of single matrices are waited for one at a time, which is never slower than
+                # waiting for all.
                 assert rows["waits for whole experts"]["speedup"] <= 1.0
                 one, every = rows["firm, rank, n=1"], rows["firm, rank, n=3"]
                 assert one["bytes_ratio"] <= every["bytes_ratio"] and one["votes"]
@@ -94,7 +96,7 @@ def test_the_parts_over_a_trace(library, trace):
 
 
 def test_the_loss_of_a_trace(library, trace):
-    """One layer is the best vote, which tuning finds."""
+    """The best vote uses one layer, and tuning finds it."""
     found = measure_votes(Played(library, trace, ReplayOptions()))
     (table,) = found.tables
     assert "Off-policy: " in table.footnotes[0] and "In-sample: " in table.footnotes[0]

@@ -1,5 +1,7 @@
-"""Everything in memory and nobody to decide: steps without the route hook count what those with it
-would count, and compute the same."""
+"""All experts are resident, and no policy decides.
+
+Steps without the route hook count and compute the same as steps with it.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ COUNTED = ("requests", "hits", "routed", "computed", "demand_bytes")
 
 
 def run(e):
-    """Return logits, statistics and tokens per expert, of a prompt and some tokens."""
+    """Return logits, statistics and tokens per expert, for a prompt and 40 tokens."""
     store = e.inside.store
     layers, experts = range(e.inside.model.n_layers), range(e.inside.model.n_expert)
     store.warm([(layer, expert, 0) for layer in layers for expert in experts])
@@ -32,22 +34,22 @@ def run(e):
 
 @pytest.mark.parametrize("shape", ["qwen3moe", "olmoe", "deepseek2-fused"])
 @pytest.mark.parametrize("layout", ["file", "cpu"])
-def test_counts_and_logits_are_those_of_watched_steps(shape, layout, tiny_model):
+def test_counts_and_logits_equal_those_with_the_hook(shape, layout, tiny_model):
     settings = {"ubatch": 32, "threads": 2, "policy": "lru", "force_managed": True}
     found = []
-    for is_watched in (True, False):
+    for has_hook in (True, False):
         with (
             opened(tiny_model(shape, "q4_k"), layout=layout, **settings) as runtime,
             runtime.evaluator() as e,
         ):
-            if is_watched:
+            if has_hook:
                 driver = e.inside.loaded.driver
                 driver.set_route(driver.on_route_unasked)  # as a recorder does
             found.append(run(e))
-            assert (sum(e.inside.store.stats().callbacks) > 0) == is_watched
+            assert (sum(e.inside.store.stats().callbacks) > 0) == has_hook
             assert (e.inside.store.resident() != ABSENT).all()
-    (watched, expected, by_hook), (unwatched, stats, by_executor) = found
-    np.testing.assert_array_equal(unwatched, watched)
+    (with_hook, expected, by_hook), (without, stats, by_executor) = found
+    np.testing.assert_array_equal(without, with_hook)
     np.testing.assert_array_equal(by_executor, by_hook)
     assert stats == expected
     assert stats["requests"] == stats["hits"] and min(stats["requests"]) > 0

@@ -1,0 +1,582 @@
+"""`LLM`: a loaded model with methods. docs/python.md describes it.
+
+It computes with a Runtime and checks requests with the code of the server, so it answers as
+`moe-edge chat` and `moe-edge serve` do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from gguf_tools.closing import Closing
+from orchestrator.config import Config, Sampling
+from orchestrator.errors import (
+    ClosedError,
+    ConfigError,
+    MoeEdgeError,
+    NativeError,
+    PolicyError,
+    ResourceError,
+    sentence_of,
+)
+from orchestrator.events import GenerationStats, Phase
+from orchestrator.library.models import config_of, find_model
+from orchestrator.library.progress import Bars
+from orchestrator.library.results import ChatAnswer, Chunk, Completion, ResolvedPlan, Score
+from orchestrator.library.worker import Worker
+from orchestrator.native.llama import Model
+from orchestrator.policy import Policy
+from orchestrator.runtime.answer import Answer
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
+from orchestrator.serve.bodies import Words
+from orchestrator.serve.requests import request_schema, settle_probs, settle_request
+from orchestrator.serve.scoring import Prompt, judged, read_prompt
+from orchestrator.serve.served import SCORED_TOKENS, Served
+from orchestrator.serve.settings import ServeSettings
+from orchestrator.serve.wire import CHAT, COMPLETIONS, Refusal, Shaping, read_object, written
+from orchestrator.settings import Settings
+
+T = TypeVar("T")
+
+# Texts for the user that no method returns.
+_log = logging.getLogger("moe_edge")
+_log.addHandler(logging.NullHandler())
+
+# The server limits bodies to protect its memory from its clients. A program's own texts are only
+# limited by the context.
+_MOST_BODY_BYTES = 1 << 30
+# How often a call that waits for an answer of another thread looks for its end, in seconds.
+_LOOK_S = 0.05
+# Fields of a request that LLM's own parameters set, or that belong to `score`.
+_OWN_FIELDS = ("messages", "prompt", "model", "stream", "tools", "echo", "n", "n_cmpl")
+
+# The models that are open in this process, and the process that opened the first one.
+_open: weakref.WeakSet[LLM] = weakref.WeakSet()
+_first_process: list[int] = []
+
+
+class Stream(Closing, Generic[T]):
+    """A streamed answer. Iterate over it for its parts.
+
+    `close` ends the answer early; so do the end of a `with` block and Ctrl-C while it is read.
+    """
+
+    def __init__(
+        self, parts: Iterator[T], end: Callable[[], None], leave: Callable[[], None]
+    ) -> None:
+        """end: ends the answer and waits for that. leave: ends it without waiting."""
+        self._parts, self._end, self._leave = parts, end, leave
+        self._is_closed = False
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._is_closed:
+            raise StopIteration
+        try:
+            return next(self._parts)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the answer, and wait for that. Safe to call twice."""
+        self._is_closed = True
+        self._end()
+
+    def __del__(self) -> None:
+        """End the answer soon. This may run on any thread, so it does not wait."""
+        self._leave()
+
+
+class LLM(Closing):
+    """A loaded model. Use it in a `with` block, or call `close`.
+
+    Any thread may call its methods. One answer is computed at a time; others wait for it. Each
+    method raises MoeEdgeError, and ClosedError after `close` and after a fork.
+
+    notes: sentences about the settings and this machine, as the command line prints them.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        ram: str | int | None = None,
+        *,
+        policy: str | type[Policy] | None = None,
+        progress: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a model.
+
+        model: a GGUF file, hf:OWNER/NAME[/FILE], or the name of a downloaded model. ram: the most
+        memory that this model may add to the process, such as "8GiB"; None for the free memory.
+        policy: a name, "module:Class", or a subclass of Policy. progress: whether to show bars;
+        None shows them in notebooks and terminals. settings: all others of docs/settings.md, with
+        sizes as texts or in bytes.
+
+        Raises MoeEdgeError: BudgetError if ram is too small, ConfigError for a wrong setting, and
+        GGUFError or HubError for a model that cannot be read or downloaded.
+        """
+        self._pid = os.getpid()
+        _check_process(ram)
+        self._notes: list[str] = []
+        self._stats: GenerationStats | None = None
+        self._answer: Answer | None = None
+        self._turn = threading.Lock()
+        try:
+            self._worker = Worker("moe-edge")
+        except RuntimeError as error:
+            raise ResourceError("no thread can be started for the model") from error
+        given = {"ram": ram, "policy": policy, "remember": False, **settings}
+        bars = Bars(progress)
+        try:
+            self._runtime = self._call(
+                partial(_opened, model, given, bars, self._note), discard=Runtime.close
+            )
+        except BaseException:
+            self._worker.end()
+            raise
+        finally:
+            bars.close()
+        if self._runtime.note:
+            self._note(self._runtime.note)
+        own = ServeSettings(body_limit=_MOST_BODY_BYTES)
+        self._served = Served(self._runtime, own, Words.of(self._runtime.model), self._note)
+        self._closing = weakref.finalize(self, _finish, self._worker, self._runtime, self._pid)
+        _open.add(self)
+
+    # What is known of the model.
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about the settings and this machine, as the command line prints them."""
+        return tuple(self._notes)
+
+    @property
+    def plan(self) -> ResolvedPlan:
+        """What was resolved: policy, precisions, context, and the division of the memory."""
+        return self._call(lambda: ResolvedPlan.of(self._runtime))
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Measurements of the latest answer that ended: speed, hits, bytes read and the estimated
+        quality loss. None before the first one.
+        """
+        return self._stats
+
+    # Answers.
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        stream: Literal[False] = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> ChatAnswer: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        stream: Literal[True],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Stream[Chunk]: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        stream: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> ChatAnswer | Stream[Chunk]:
+        """Answer a conversation.
+
+        messages: in OpenAI's form, or the text of a single message of the user. stream: return a
+        Stream of parts. tools: functions that the model may call, in OpenAI's form. schema: a JSON
+        schema that the answer follows. options: settings of the answer (max_tokens, temp, seed,
+        think, ...) and fields of /v1/chat/completions.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        data: dict[str, Any] = {"messages": list(messages)}
+        if tools is not None:
+            data["tools"] = list(tools)
+        if schema is not None:
+            form = {"name": "answer", "schema": dict(schema)}
+            data["response_format"] = {"type": "json_schema", "json_schema": form}
+        parts = self._answered(CHAT, data, stream, options)
+        return _stream(parts) if stream else ChatAnswer.of(_whole(parts))
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: Literal[False] = False,
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: Literal[True],
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Stream[Chunk]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: bool = False,
+        schema: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Completion | Stream[Chunk]:
+        """Continue a text, without the model's chat template.
+
+        prompt: a text, or the ids of its tokens. The other parameters are those of `chat`, with
+        fields of /v1/completions.
+        """
+        data: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        if schema is not None:
+            data["json_schema"] = dict(schema)
+        parts = self._answered(COMPLETIONS, data, stream, options)
+        return _stream(parts) if stream else Completion.of(_whole(parts))
+
+    def score(self, text: str | Sequence[int]) -> Score:
+        """Return the log-probability of each token of a text, or of token ids.
+
+        The text is read as a prompt, as by `moe-edge eval --prefill`.
+        """
+        self._check()
+        asked = text if isinstance(text, str) else list(text)
+        if not asked:
+            raise ConfigError("the text is empty: there is nothing to score")
+        stops: list[Callable[[], None]] = []
+
+        def scored() -> Score:
+            prompt = read_prompt(self._runtime.vocabulary, asked, self._served.about.n_ctx)
+            return _scored(self._runtime, prompt, stops)
+
+        def stop() -> None:
+            for each in [*stops]:
+                each()
+
+        return self._call(scored, stop)
+
+    def embed(self, text: str | Sequence[str]) -> Sequence[float]:
+        """Always raise ConfigError: embeddings are not supported."""
+        raise ConfigError(
+            "moe-edge computes no embeddings: its models are trained to predict tokens. Use an "
+            "embedding model, such as one of sentence-transformers"
+        )
+
+    # Tokens.
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Return the ids of a text's tokens.
+
+        special: names of control tokens become those tokens, and the begin token comes first if the
+        model wants one.
+        """
+        return self._call(lambda: self._runtime.vocabulary.tokenize(text, special, special))
+
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Return the text of tokens. special: with the names of control tokens."""
+        n_vocab = self._served.about.n_vocab
+        wrong = next((each for each in tokens if not 0 <= each < n_vocab), None)
+        if wrong is not None:
+            raise ConfigError(f"token {wrong} does not exist: token ids are 0 to {n_vocab - 1}")
+
+        def text() -> str:
+            pieces = (self._runtime.vocabulary.piece(each, special) for each in tokens)
+            return b"".join(pieces).decode("utf-8", "replace")
+
+        return self._call(text)
+
+    def close(self) -> None:
+        """End every answer and free the model. Safe to call twice."""
+        if os.getpid() != self._pid or not self._closing.alive:
+            return
+        self._closing.detach()
+        self._runtime.stop()
+        closed = self._worker.post(self._runtime.close)
+        self._worker.end()
+        closed.ended.wait()
+        self._worker.join()
+        if closed.error is not None:
+            raise closed.error
+
+    # The rest is private.
+
+    def _note(self, sentence: str) -> None:
+        self._notes.append(sentence)
+        _log.info("%s", sentence)
+
+    def _check(self) -> None:
+        """Raise ClosedError if the model cannot be used any more."""
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this model was opened by process {self._pid}, of which this process is a fork: "
+                "open a model in each process, and start them with multiprocessing's spawn"
+            )
+        closing = getattr(self, "_closing", None)
+        if closing is not None and not closing.alive:
+            raise ClosedError("this model is closed: open another LLM")
+
+    def _call(
+        self,
+        function: Callable[[], T],
+        stop: Callable[[], object] = lambda: None,
+        discard: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run native work on the worker's thread, as Worker.call. Raises MoeEdgeError."""
+        self._check()
+        try:
+            return self._worker.call(function, stop, discard)
+        except Refusal as error:
+            raise ConfigError(error.message) from None
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise ResourceError(f"{where}{error.strerror or error}") from error
+
+    def _answered(
+        self, route: str, data: dict[str, Any], stream: bool, options: Mapping[str, Any]
+    ) -> _Parts:
+        """Start to answer a request. options: settings of the answer, and further fields."""
+        self._check()
+        request = {**data, **self._fields(route, options), "stream": stream}
+
+        def submitted() -> _Parts:
+            checked = read_object(_as_json(request))
+            changes = settle_request(route, checked, 0, self._served)
+            settings = self._served.settings_for(changes)
+            shaping = settle_probs(route, checked, self._served.about.n_ctx)
+            return self._submit(route, written(checked), settings, shaping)
+
+        while True:
+            before = self._answer
+            while before is not None and not before.wait_for_end(_LOOK_S):
+                self._check()
+            with self._turn:
+                if self._answer is before:
+                    made = self._call(submitted, discard=_Parts.close)
+                    self._answer = made.answer
+                    return made
+
+    def _submit(
+        self, route: str, body: bytes, settings: Settings | None, shaping: Shaping | None
+    ) -> _Parts:
+        runtime = self._runtime
+        runtime.policy_error = None
+        answer = runtime.submit(body, route, settings=settings)
+
+        def ended(answer: Answer) -> None:
+            stats = runtime.stats()
+            self._stats = answer.stats(stats.mode, stats.policy)
+
+        return _Parts(self, answer, shaping, ended)
+
+    def _fields(self, route: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a request for the options of a call, with those of the model as
+        defaults. Raises ConfigError for unknown ones.
+        """
+        sampling = Sampling.declared()
+        known = {*sampling, "max_tokens", "think", *request_schema(route)["properties"]}
+        for name in options:
+            if name not in known or name in _OWN_FIELDS:
+                near = difflib.get_close_matches(name, known - {*_OWN_FIELDS}, 1, 0.5)
+                hint = f"; did you mean '{near[0]}'?" if near else ""
+                raise ConfigError(f"unknown option '{name}'{hint}")
+        config = self._runtime.config
+        given = {name: value for name, value in options.items() if name in sampling}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        elif "stop" in given:
+            given["stop"] = tuple(given["stop"] or ())
+        own = {name: getattr(config, name) for name in sampling}
+        fields = Sampling(**{**own, **given}).fields()
+        think = options.get("think", config.think)
+        fields["max_tokens"] = options.get("max_tokens") or config.max_tokens or -1
+        if think is not None:
+            Config.declared()["think"].check(think)
+            fields["chat_template_kwargs"] = {"enable_thinking": think == "on"}
+        handled = {*sampling, "max_tokens", "think"}
+        return fields | {k: v for k, v in options.items() if k not in handled}
+
+
+class _Parts(Iterator[dict[str, Any]]):
+    """The events of an answer as the server sends them, or its only part. Call `close` at the
+    end.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        answer: Answer,
+        shaping: Shaping | None,
+        ended: Callable[[Answer], None],
+    ) -> None:
+        """ended: called once, on the worker's thread, when the answer has ended."""
+        self.answer = answer
+        self._llm, self._shaping, self._ended = llm, shaping, ended
+        self._events = iter(answer)
+        self._is_closed = False
+
+    def __next__(self) -> dict[str, Any]:
+        self._llm._check()
+        try:
+            found = next(self._events)
+        except NativeError as error:
+            cause = self._llm._runtime.policy_error
+            if cause is not None:
+                raise PolicyError(sentence_of(cause)) from cause
+            raise error
+        if self._shaping is not None:
+            found = json.loads(self._shaping.shape(json.dumps(found).encode(), False))
+        if found.get("timings"):
+            found["timings"] = {**self.answer.costs(), **found["timings"]}
+        return found
+
+    def close(self) -> None:
+        """End the answer, and wait for that. Safe to call twice."""
+        if self._begin_to_close():
+            try:
+                self._llm._call(self._close)
+            except ClosedError:
+                self.answer.close()
+
+    def leave(self) -> None:
+        """End the answer soon, without waiting."""
+        if self._begin_to_close():
+            self._llm._worker.post(self._close)
+
+    def _begin_to_close(self) -> bool:
+        """Cancel the answer. Returns False if it is closed already, or belongs to the parent of
+        this fork.
+        """
+        if self._is_closed or os.getpid() != self._llm._pid:
+            return False
+        self._is_closed = True
+        self.answer.cancel()
+        return True
+
+    def _close(self) -> None:
+        self.answer.close()
+        with suppress(MoeEdgeError, OSError):
+            self._ended(self.answer)
+
+
+def _whole(parts: _Parts) -> dict[str, Any]:
+    """Return the only part of an answer, after its end."""
+    try:
+        (found,) = parts
+    finally:
+        parts.close()
+    return found
+
+
+def _stream(parts: _Parts) -> Stream[Chunk]:
+    return Stream(map(Chunk.of, parts), parts.close, parts.leave)
+
+
+def _as_json(request: dict[str, Any]) -> bytes:
+    """Serialize a request. Raises ConfigError for values that JSON does not have."""
+    try:
+        return written(request)
+    except TypeError as error:
+        raise ConfigError(f"a message or an option has no form in JSON: {error}") from None
+
+
+def _opened(
+    model: str | os.PathLike[str],
+    given: Mapping[str, Any],
+    bars: Bars,
+    note: Callable[[str], None],
+) -> Runtime:
+    """Find, plan and load a model, on the worker's thread. given: settings. Raises MoeEdgeError and
+    OSError.
+    """
+    path = find_model(os.fspath(model), note, bars.download)
+    config = config_of(path, given)
+    if not _first_process:
+        _first_process.append(os.getpid())
+    answering = Answering(grammars=True, scored=SCORED_TOKENS)
+    return Runtime.open(config, bars.stage, answering, say=note)
+
+
+def _check_process(ram: str | int | None) -> None:
+    """Raise ClosedError in a fork of a process that has opened a model, whose compute threads do
+    not exist here, and ConfigError for a second model without a limit of its own.
+    """
+    if _first_process and _first_process[0] != os.getpid():
+        raise ClosedError(
+            f"this process is a fork of process {_first_process[0]}, which has opened a model: "
+            "start it with multiprocessing's spawn"
+        )
+    if ram is None and any(each._closing.alive for each in list(_open)):
+        raise ConfigError(
+            "another model is open in this process, so the free memory is not known: give ram, "
+            'such as ram="8GiB", or close the other model'
+        )
+
+
+def _finish(worker: Worker, runtime: Runtime, pid: int) -> None:
+    """Free a model that was not closed: when it is garbage, and when the process ends."""
+    if os.getpid() != pid:
+        return
+    runtime.stop()
+    worker.post(runtime.close)
+    worker.end()
+    # Another thread may be one that the runtime waits for.
+    if threading.current_thread() is threading.main_thread():
+        worker.join()
+
+
+def _scored(runtime: Runtime, prompt: Prompt, stops: list[Callable[[], None]]) -> Score:
+    """Score a prompt. stops: gets a function that ends the evaluation soon."""
+    read = prompt.tokens[:-1].tolist()
+    try:
+        with runtime.evaluator() as evaluator:
+            stops.append(evaluator.cancel)
+            rows = evaluator.eval_each(read, 0, Phase.PREFILL) if read else ()
+            found = judged(prompt, rows, 0, 0)
+    except (MoeEdgeError, OSError):
+        raise
+    except Exception as error:
+        raise PolicyError(sentence_of(error)) from error
+    finally:
+        stops.clear()
+    tokens = found.tokens.tolist()
+    return Score(
+        tuple(tokens),
+        tuple(_text(runtime.vocabulary, each) for each in tokens),
+        tuple(found.logp.tolist()),
+    )
+
+
+def _text(vocabulary: Model, token: int) -> str:
+    return vocabulary.piece(token, special=True).decode("utf-8", "replace")

@@ -1,0 +1,247 @@
+"""Measurements for notebooks: replays, benchmarks and traces, as lists of dicts and plots.
+
+Each of them works on a thread of its own, as an LLM does, so that Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from orchestrator.config import policy_name
+from orchestrator.errors import ConfigError, ResourceError
+from orchestrator.library.models import config_of, find_model, parsed
+from orchestrator.library.progress import Bars
+from orchestrator.library.worker import Worker
+from orchestrator.policy import DEFAULT, POLICIES, Policy, policy_class, policy_settings
+
+if TYPE_CHECKING:
+    from orchestrator.lab.plotting import Panel
+
+T = TypeVar("T")
+Given = str | type[Policy]
+
+# Tokens of a recorded text or answer without a limit.
+_TOKENS = 512
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of measurements, one dict each; pandas.DataFrame takes them as they are.
+
+    details: the whole results from which the rows were made.
+    """
+
+    def __init__(
+        self, rows: Iterable[dict[str, Any]], details: Any, values: Mapping[str, str]
+    ) -> None:
+        """values: what plot shows, {key of a row: label of its axis}."""
+        super().__init__(rows)
+        self.details, self._values = details, values
+
+    def plot(self, *keys: str) -> Any:
+        """Return a matplotlib Figure with bars for each row: one panel for each key.
+
+        Without keys, the main values are shown. Raises ConfigError without matplotlib.
+        """
+        from orchestrator.lab.plotting import figure_of, require_matplotlib
+
+        require_matplotlib("the call of plot")
+        shown = {key: self._values.get(key, key) for key in keys or self._values}
+        panels = [self._panel(key, label) for key, label in shown.items()]
+        return figure_of(panels, 1)
+
+    def _panel(self, key: str, label: str) -> Panel:
+        from orchestrator.lab.plotting import Line, Panel, exact
+
+        rows = [row for row in self if isinstance(row.get(key), (int, float))]
+        names = [_label(row) for row in rows]
+        line = Line(label, range(len(rows)), exact([float(row[key]) for row in rows]))
+        return Panel("", label, [line], bars=True, ticks=names)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    cap = row.get("cap")
+    return str(row["name"]) if cap is None else f"{row['name']} @{cap:.0%}"
+
+
+def replay(
+    trace: str | os.PathLike[str],
+    policy: Given | Sequence[Given] | None = None,
+    **options: Any,
+) -> Rows:
+    """Replay a trace with policies, and compare them with the baseline, the optimum and the bound.
+
+    policy: a name, "module:Class", a subclass of Policy, or several of these; None for the recorded
+    one. options: those of `moe-edge replay`, and settings of the policies.
+
+    Each row has name, kind ("policy", "optimum", "bound" or "recorded"), hit_rate,
+    read_bytes_per_token, wait_ms_per_token, tpot_ms_p50, tpot_ms_mean, tpot_ms_p99, ttft_ms and
+    kl_estimate; None where it is not known. Raises MoeEdgeError.
+    """
+    given: list[Given | None] = []
+    if policy is None or isinstance(policy, (str, type)):
+        given.append(policy)
+    else:
+        given += policy
+
+    def work() -> Rows:
+        from orchestrator.lab.replay import ReplayOptions, read_trace
+        from orchestrator.lab.replay import replay as run
+        from orchestrator.native.llama import Bindings
+
+        names = [policy_name(each) for each in given]  # a trace may name one of them
+        recorded, library = read_trace(Path(trace)), Bindings.load().library()
+        own = parsed(options, ReplayOptions.declared())
+        known = policy_settings()
+        settings = {
+            name: own.pop(name) for name in [*own] if name in known and known[name].recorded
+        }
+        unknown = own.keys() - ReplayOptions.declared().keys()
+        if unknown:
+            raise ConfigError(f"replay has no option '{sorted(unknown)[0]}'")
+        settings = parsed(settings, known)
+        details = []
+        for name in names:
+            has = policy_class(name or recorded.header.policy).Settings.declared()
+            asked = ReplayOptions.of({**own, "policy": name})
+            mine = settings if len(names) == 1 else {k: settings[k] for k in settings if k in has}
+            details.append(run(library, recorded, replace(asked, settings=mine)))
+        shown = {"hit_rate": "hit rate", "tpot_ms_mean": "ms per token"}
+        return Rows(_replayed(details), details, shown)
+
+    return _done(work)
+
+
+def _replayed(details: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of replays of one trace: each policy once, then what they are compared
+    with.
+    """
+    last = details[-1]
+    tokens = last["decode_tokens"]
+    runs = {name: run for each in details for name, run in reversed(each["runs"].items())}
+    # The policies in the order of the call, and the baseline after them.
+    order = dict.fromkeys([*(next(iter(each["runs"])) for each in details), *runs])
+    best, bound = last["belady"]["decode"], last["bound"]
+    optimum = {"decode": {"hit_rate": best["hit_rate"], "demand_bytes": best["miss_bytes"]}}
+    lowest = {"tpot_ms_mean": bound["tpot_ms_mean"], "ttft_ms": bound["prefill_ms"]}
+    recorded = last["recorded"]
+    return [
+        *(_row(name, "policy", runs[name], tokens) for name in order),
+        _row("optimum", "optimum", optimum, tokens),
+        _row("bound", "bound", lowest, tokens),
+        _row(f"recorded {recorded['policy']}", "recorded", recorded, tokens),
+    ]
+
+
+def _row(name: str, kind: str, run: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    decode = run.get("decode", {})
+
+    def a_token(*keys: str) -> float | None:
+        found = [decode[key] for key in keys if key in decode]
+        return sum(found) / tokens if found and tokens else None
+
+    own = ("tpot_ms_p50", "tpot_ms_mean", "tpot_ms_p99", "ttft_ms", "kl_estimate")
+    return {
+        "name": name,
+        "kind": kind,
+        "hit_rate": decode.get("hit_rate"),
+        "read_bytes_per_token": a_token("demand_bytes", "prefetch_bytes"),
+        "wait_ms_per_token": a_token("wait_ms"),
+        **{key: run.get(key) for key in own},
+    }
+
+
+def bench(
+    name: str = "",
+    *,
+    policy: Given | None = None,
+    note: Callable[[str], None] = lambda _sentence: None,
+    **options: Any,
+) -> Rows:
+    """Run a benchmark and return its rows, such as name, cap, tokens_per_s and hit_rate.
+
+    name: that of `moe-edge bench NAME`; "" compares upstream and all policies. policy: a further
+    policy. Each case runs in a process of its own, so its class must be in a module. note: gets
+    messages about the progress. options: those of the command. Raises MoeEdgeError.
+    """
+
+    def work() -> Rows:
+        from orchestrator.lab.registry import load
+
+        experiment = load(name)
+        declared = experiment.options.declared()
+        given = dict(options)
+        if policy is not None:
+            given["policy"] = POLICIES.for_processes(POLICIES.named(policy))
+        unknown = given.keys() - declared.keys()
+        if unknown:
+            raise ConfigError(f"the benchmark has no option '{sorted(unknown)[0]}'")
+        report = experiment.run(experiment.options.of(parsed(given, declared)), note)
+        shown = {"tokens_per_s": "tokens/s", "ttft_ms": "ms to the first token"}
+        return Rows(report.rows, report.as_dict(), shown)
+
+    return _done(work)
+
+
+def record(
+    out: str | os.PathLike[str],
+    model: str | os.PathLike[str],
+    text: str | None = None,
+    *,
+    prompt: str | None = None,
+    tokens: int | None = None,
+    prefill: int = 0,
+    progress: bool | None = None,
+    **settings: Any,
+) -> Path:
+    """Record the routing of a run to a file for `replay`, as `moe-edge trace` does. Returns its
+    path.
+
+    text: evaluated token by token, after its first `prefill` tokens are read as a prompt. prompt:
+    answered instead of a text. tokens: of the text or of the answer. settings: those of LLM.
+    Raises MoeEdgeError.
+    """
+    if (text is None) == (prompt is None):
+        raise ConfigError("record needs either a text or a prompt")
+
+    def work() -> Path:
+        from orchestrator.lab.replay.file import check_trace_target, write_trace
+        from orchestrator.lab.replay.record import record_answer, record_text
+        from orchestrator.runtime.answering import Answering
+        from orchestrator.runtime.runtime import Runtime
+
+        path = Path(out)
+        check_trace_target(path)
+        given = {"policy": DEFAULT, "remember": False, **settings}
+        found = find_model(os.fspath(model), lambda _line: None, bars.download)
+        config = config_of(found, given)
+        if text is not None:
+            with Runtime.open(config, bars.stage) as runtime, runtime.evaluator() as evaluator:
+                recorded = record_text(evaluator, text, tokens, prefill)
+        else:
+            answering = Answering(reads_ahead=False)
+            with Runtime.open(config, bars.stage, answering) as runtime:
+                recorded = record_answer(runtime, prompt or "", tokens or _TOKENS)
+        write_trace(path, recorded)
+        return path
+
+    bars = Bars(progress)
+    try:
+        return _done(work)
+    finally:
+        bars.close()
+
+
+def _done(work: Callable[[], T]) -> T:
+    """Do some work on a thread of its own. Raises MoeEdgeError."""
+    worker = Worker("moe-edge")
+    try:
+        return worker.call(work)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ResourceError(f"{where}{error.strerror or error}") from error
+    finally:
+        worker.end()

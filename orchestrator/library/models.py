@@ -1,0 +1,70 @@
+"""Finds a model by its name, and reads settings as a Python program gives them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config import Config
+from orchestrator.errors import GGUFError
+from orchestrator.settings import Setting
+
+
+def find_model(text: str, note: Callable[[str], None], progress: Callable[[], Any]) -> Path:
+    """Return the local path of a model.
+
+    hf:OWNER/NAME and hf:OWNER/NAME/FILE are downloaded. If there is no such file, the name may be
+    that of a downloaded model (`moe-edge list`).
+
+    note: gets one line before a download. progress: as in gguf_tools.hub.resolve. Raises HubError,
+    also if several downloaded models have the name, and GGUFError for a folder or a URL. Other
+    errors are left to the reader of the file.
+    """
+    from gguf_tools.hub import PREFIX, find_pulled, resolve
+
+    if text.startswith(PREFIX):
+        return resolve(text, note, progress)
+    found = None if os.path.lexists(text) else find_pulled(text)
+    return _local(Path(text)) if found is None else found.paths[0]
+
+
+def _local(path: Path) -> Path:
+    """Return `path`. Raises GGUFError for a folder or a URL."""
+    if path.is_dir():
+        hint = "name a GGUF file in it"
+        if (path / "config.json").is_file():
+            hint = "convert the checkpoint with `moe-edge convert`"
+        raise GGUFError(f"{path}: this is a folder, not a GGUF file: {hint}")
+    if path.parts and path.parts[0] in ("http:", "https:"):
+        raise GGUFError(
+            f"{path}: URLs are not supported: use hf:OWNER/NAME for the Hugging Face Hub"
+        )
+    return path
+
+
+def config_of(model: Path, given: Mapping[str, Any]) -> Config:
+    """Return the checked settings of a model. Raises ConfigError and PolicyError."""
+    return Config.build(model=model, **parsed(given, Config.declared()))
+
+
+def parsed(given: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return settings with texts read as on the command line if they are sizes or lists, with
+    lists as tuples, and with paths. Unknown names are left as they are. Raises ConfigError.
+    """
+    found = dict(given)
+    for name, value in given.items():
+        known = declared.get(name)
+        if known is None:
+            continue
+        is_text = isinstance(value, str)
+        if is_text and (known.unit is not None or known.notation is not None):
+            found[name] = known.parse(value)
+        elif is_text and Path in known.kinds:
+            found[name] = Path(value)
+        elif is_text and known.repeated:
+            found[name] = (value,)
+        elif isinstance(value, list) and tuple in known.kinds:
+            found[name] = tuple(value)
+    return found

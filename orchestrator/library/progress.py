@@ -1,0 +1,84 @@
+"""Progress bars of the library, in notebooks and terminals (tqdm, which huggingface_hub brings)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# A bar that ends sooner would only flicker.
+_DELAY_S = 0.5
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def shows_bars() -> bool:
+    """Whether bars are shown by default: in a notebook, and if stderr is a terminal."""
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+class Download:
+    """Gets the share of a download that is done, 0 to 1.
+
+    total_bytes: its size, which the download sets.
+    """
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars, self.total_bytes = bars, 0
+
+    def __call__(self, share: float) -> None:
+        self._bars.show("Downloading", share, self.total_bytes)
+
+
+class Bars:
+    """Shows one bar at a time, or nothing. Call `close` at the end."""
+
+    def __init__(self, shown: bool | None) -> None:
+        """shown: None for `shows_bars()`."""
+        self._is_shown = shows_bars() if shown is None else shown
+        self._bar: Any = None
+        self._label = ""
+
+    def stage(self, label: str, share: float | None) -> None:
+        """Show the share of a stage of the work that is done, or None if that is not known."""
+        self.show(label, share or 0.0, 0)
+
+    @contextmanager
+    def download(self) -> Iterator[Download]:
+        """Show a download for the duration of the block."""
+        try:
+            yield Download(self)
+        finally:
+            self.close()
+
+    def show(self, label: str, share: float, total_bytes: int) -> None:
+        """Show a bar. total_bytes: the size of the whole, or 0 to show percent."""
+        if not self._is_shown:
+            return
+        if label != self._label:
+            self.close()
+            self._label, self._bar = label, _new_bar(label, total_bytes)
+        self._bar.update(round(share * self._bar.total) - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._label = None, ""
+
+
+def _new_bar(label: str, total_bytes: int) -> Any:
+    if in_notebook():
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm import tqdm
+    sized: dict[str, Any] = {"total": total_bytes, "unit": "B", "unit_scale": True}
+    if not total_bytes:
+        sized = {"total": 100, "bar_format": "{l_bar}{bar}| {elapsed}"}
+    return tqdm(desc=label, leave=False, delay=_DELAY_S, **sized)

@@ -1,0 +1,123 @@
+"""A thread that does the native work of one model, while its callers wait in Python.
+
+A caller that waits in Python can be interrupted by Ctrl-C with its own signal handler. Nothing on
+this thread replaces a handler, because only the main thread has any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+from gguf_tools import interrupts
+from orchestrator.runtime import threads
+
+T = TypeVar("T")
+
+
+class Posted(Generic[T]):
+    """A call and its result. discard: frees a result whose caller was interrupted.
+
+    ended: is set at the end; result and error are valid then.
+    """
+
+    def __init__(
+        self, function: Callable[[], T], discard: Callable[[T], object] | None = None
+    ) -> None:
+        self._function, self._discard = function, discard
+        self._lock = threading.Lock()
+        self._is_cancelled = self._has_result = False
+        self.ended = threading.Event()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with interrupts.cancellable(lambda: self._is_cancelled):
+                self.result = self._function()
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            self.error = error
+        with self._lock:
+            self._has_result = self.error is None
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            self.drop()
+        self.ended.set()
+
+    def cancel(self) -> bool:
+        """End the call soon, and discard its result. Returns False if it already has one."""
+        with self._lock:
+            self._is_cancelled = True
+            return not self._has_result
+
+    def drop(self) -> None:
+        """Discard the result, if there is one. Call this on the worker's thread."""
+        if self._has_result and self._discard is not None:
+            self._discard(cast(T, self.result))
+
+
+class Worker:
+    """Runs calls of any thread one after another, in the order in which they come."""
+
+    def __init__(self, name: str) -> None:
+        """Raises RuntimeError if no thread can be started."""
+        self._calls: SimpleQueue[Posted[Any] | None] = SimpleQueue()
+        self._thread_id = 0
+        self._task = threads.start(self._run, name)
+
+    def _run(self) -> None:
+        self._thread_id = threading.get_ident()
+        while (call := self._calls.get()) is not None:
+            call.run()
+            del call  # it would keep its result until the next call
+        self._thread_id = 0  # the thread may become that of another worker
+
+    def call(
+        self,
+        function: Callable[[], T],
+        stop: Callable[[], object] = lambda: None,
+        discard: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run a function on the thread, wait for it, and return its result or raise its error.
+
+        If the wait is interrupted, the call is cancelled, its end is awaited, and the interrupt is
+        raised. A second interrupt ends that wait too. stop: also called then, on the caller's
+        thread, for native work that looks at no flag of ours. discard: gets the result of a call
+        whose caller was interrupted.
+        """
+        if self._is_here():
+            return function()
+        call = Posted(function, discard)
+        self._calls.put(call)
+        try:
+            call.ended.wait()
+        except BaseException:
+            if not call.cancel():
+                self.post(call.drop)
+            stop()
+            call.ended.wait()
+            raise
+        if call.error is not None:
+            raise call.error
+        return cast(T, call.result)
+
+    def post(self, function: Callable[[], object]) -> Posted[object]:
+        """Run a function on the thread after the calls before it, without waiting."""
+        call = Posted(function)
+        self._calls.put(call)
+        return call
+
+    def end(self) -> None:
+        """End the thread after the calls before. Safe to call twice."""
+        self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless this is called on it."""
+        if not self._is_here():
+            self._task.join()
+
+    def _is_here(self) -> bool:
+        """Whether this is called on the worker's thread."""
+        return threading.get_ident() == self._thread_id

@@ -1,0 +1,91 @@
+"""Options without effect, and notes about a model, for commands."""
+
+from __future__ import annotations
+
+from gguf_tools.experts import ExpertModel
+from gguf_tools.verify.structure import foreign_problems
+from orchestrator.config import Config
+from orchestrator.errors import ConfigError
+from orchestrator.events import SKIP_TIER
+from orchestrator.policy import ALLOWED_LOSS, DEFAULT, PLAIN, PLAIN_REASON, owners, policy_class
+from orchestrator.settings import flag_of
+
+
+def check_unused(config: Config) -> None:
+    """Raise ConfigError for an option that has no effect with the requested policy.
+
+    Only for options of a command line. When a command switches policies to compare them, options of
+    other policies are ignored.
+    """
+    name = config.policy
+    by_loss = config.given(ALLOWED_LOSS) is not None
+    for given in config.of_policies:
+        having = owners(given)
+        if name is None and (given == ALLOWED_LOSS or (given == "losses" and by_loss)):
+            continue  # the allowed loss chooses the policy, with the help of the loss table
+        if name is None and DEFAULT not in having:
+            raise ConfigError(
+                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
+                f"for that policy"
+            )
+        if name is not None and name not in having:
+            raise unused_option(given, name)
+    if name is not None and name != PLAIN:
+        complaint = policy_class(name).Settings.without_effect(config.of_policies)
+        if complaint is not None:
+            raise ConfigError(complaint)
+    if config.exact and (config.low is not None or config.low_tier is not None):
+        raise ConfigError(
+            "--exact computes every expert in the high precision: leave --low and --low-tier out"
+        )
+    if config.renormalize and config.low_tier != SKIP_TIER:
+        raise ConfigError(
+            f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
+        )
+    if name is not None and (name == PLAIN or policy_class(name).precisions.most == 1):
+        for lower in ("low", "low_tier"):
+            if getattr(config, lower) is not None:
+                raise unused_option(lower, name)
+
+
+def unused_option(given: str, policy: str) -> ConfigError:
+    """Return the error for a setting that has no effect with the named policy."""
+    reason = PLAIN_REASON if policy == PLAIN else policy_class(policy).reason
+    return ConfigError(
+        f"{flag_of(given)} has no effect with --policy {policy}, which {reason}: leave one of "
+        f"the two out"
+    )
+
+
+def without_effect(config: Config) -> str | None:
+    """Return a note that lower precisions have no effect with a setting that computes every expert
+    in the best tier.
+
+    None if no lower precision was given, or if the allowed loss chooses the policy.
+    """
+    lower = [each for each in ("low", "low_tier") if getattr(config, each) is not None]
+    by_loss = config.policy is None and config.given(ALLOWED_LOSS) is not None
+    if not lower or by_loss or config.policy == PLAIN:
+        return None
+    settings = policy_class(config.policy or DEFAULT).precisions.lossless or {}
+    if not settings or any(config.given(name) != value for name, value in settings.items()):
+        return None
+    beside = " and ".join(f"{flag_of(name)} {value:g}" for name, value in settings.items())
+    return (
+        f"{' and '.join(map(flag_of, lower))}: no effect with {beside}, which computes every "
+        f"expert in the high precision."
+    )
+
+
+def notes_of(config: Config, model: ExpertModel) -> list[str]:
+    """Return notes that the user should read before the model runs.
+
+    One note says that --ctx exceeds the training context. Others name a part of the file whose
+    quantization differs from the other parts: the model runs, but this is probably a mistake.
+    """
+    own, asked, notes = model.hparams.context_length, config.ctx, []
+    if own and asked is not None and asked > own:
+        notes.append(f"--ctx {asked}: limited to the model's training context, {own} tokens.")
+    for parts in model.split_files:
+        notes += [f"{each.text}." for each in foreign_problems(parts)]
+    return notes

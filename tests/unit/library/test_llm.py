@@ -1,0 +1,338 @@
+"""`LLM`: answers as the server gives them, scores as the evaluator does, and nothing else."""
+
+import json
+import math
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+from command_line import DEMO, python
+from tables import cases
+
+import orchestrator
+from orchestrator import (
+    LLM,
+    BudgetError,
+    ClosedError,
+    ConfigError,
+    GGUFError,
+    HubError,
+    MoeEdgeError,
+    PolicyError,
+)
+from orchestrator.lab.eval.judge import Judge
+from orchestrator.policy import POLICIES
+from orchestrator.policy.base import About
+from orchestrator.policy.lru import LRU
+
+RAM = "400MiB"
+PARIS = "What is the capital of France?"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm(library, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:  # a user folder of its own, as each test has
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        made = LLM(DEMO, RAM, expert_ram="16MiB", policy="lru", temp=0.0, ctx=512)
+    with made:
+        yield made
+
+
+def test_a_chat(llm):
+    answer = llm.chat(PARIS, max_tokens=12)
+    assert answer.text and answer.finish_reason in ("stop", "length")
+    assert 0 < answer.tokens <= 12 and answer.prompt_tokens > 0 and not answer.tool_calls
+    assert answer.message == {"role": "assistant", "content": answer.text}
+    assert answer.openai["object"] == "chat.completion"
+    assert answer.openai["timings"]["hit_rate"] is not None  # the costs, as the server has them
+    same = llm.chat([{"role": "user", "content": PARIS}], max_tokens=12, seed=3)
+    assert same.text == answer.text
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(llm):
+    whole = llm.chat(PARIS, max_tokens=12)
+    chunks = list(llm.chat(PARIS, max_tokens=12, stream=True))
+    assert "".join(each.text for each in chunks) == whole.text
+    assert chunks[-1].openai["timings"]["bytes_read"] >= 0
+    assert {each.openai["object"] for each in chunks} == {"chat.completion.chunk"}
+    reasons = [each.finish_reason for each in chunks if each.finish_reason]
+    assert reasons == [whole.finish_reason]
+
+
+def test_a_stream_that_is_left(llm):
+    with llm.chat(PARIS, stream=True, max_tokens=400, ignore_eos=True) as stream:
+        next(stream)
+    assert llm.stats.finish == "cancelled" and llm.stats.tokens < 400
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    left = llm.chat(PARIS, stream=True, max_tokens=40)
+    assert llm.chat(PARIS, max_tokens=4).tokens == 4  # waits for the one that nobody reads
+    assert "".join(each.text for each in left)
+
+
+def test_a_completion(llm):
+    whole = llm.generate("The capital of France is", max_tokens=6, ignore_eos=True)
+    assert whole.text and whole.tokens == 6 and whole.openai["object"] == "text_completion"
+    tokens = llm.tokenize("The capital of France is")
+    assert llm.generate(tokens, max_tokens=6, ignore_eos=True).text == whole.text
+    chunks = llm.generate("The capital of France is", max_tokens=6, ignore_eos=True, stream=True)
+    assert "".join(each.text for each in chunks) == whole.text
+    schema = {"enum": ["red", "green"]}
+    assert json.loads(llm.generate("A colour:", schema=schema).text) in ("red", "green")
+
+
+def test_a_schema_and_a_tool(llm):
+    schema = {"type": "object", "properties": {"n": {"enum": [2, 3]}}, "required": ["n"]}
+    found = json.loads(llm.chat("How many?", schema=schema, max_tokens=40).text)
+    assert found in ({"n": 2}, {"n": 3})
+    answer = llm.chat("Weather?", tools=[WEATHER], tool_choice="required", max_tokens=200)
+    (call,) = answer.tool_calls
+    assert call.name == "weather" and call.arguments["city"] in ("Paris", "Rome")
+    said = [
+        {"role": "user", "content": "Weather?"},
+        answer.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    assert llm.chat(said, tools=[WEATHER], max_tokens=4).tokens > 0
+
+
+def test_tokens(llm):
+    text = "The capital of France: Paris, \u00e9t\u00e9."
+    assert llm.detokenize(llm.tokenize(text)) == text
+    plain = llm.tokenize(text, special=False)
+    assert plain == llm.tokenize(text)[-len(plain) :]
+    with pytest.raises(ConfigError, match="token -1 does not exist"):
+        llm.detokenize([-1])
+
+
+def test_a_score_is_the_evaluators(llm):
+    text = "The capital of France is Paris. It has a tower."
+    score = llm.score(text)
+    assert "".join(score.texts) == text and len(score.tokens) == len(score.logprobs)
+    tokens = llm.tokenize(text)
+    with llm._runtime.evaluator() as evaluator:
+        logp, _ = Judge(evaluator).continuation(tokens[:1], tokens[1:])
+    own = [each for each in score.logprobs if not math.isnan(each)]
+    np.testing.assert_allclose(own[-8:], logp[-8:], atol=0.1)  # prefill, and one by one
+    assert score.total == pytest.approx(sum(own)) and score.perplexity > 1
+    assert llm.score(tokens).logprobs[1:] == pytest.approx(score.logprobs[-len(tokens) + 1 :])
+
+
+def test_what_is_known(llm):
+    assert llm.plan.policy == "lru" and llm.plan.mode.startswith("managed: lru ")
+    assert llm.plan.n_ctx == 512 and 0 < llm.plan.expert_bytes <= 16 << 20
+    assert llm.plan.ram_bytes == 400 << 20
+    llm.chat(PARIS, max_tokens=8)
+    assert llm.stats.tokens_per_s > 0 and 0 <= llm.stats.hit_rate <= 1
+    assert llm._runtime.config.remember is False
+
+
+@cases(
+    "call, kind, said",
+    (lambda m: m.embed("text"), ConfigError, "computes no embeddings"),
+    (lambda m: m.chat(PARIS, max_tokns=3), ConfigError, "did you mean 'max_tokens'"),
+    (lambda m: m.chat(PARIS, temp=-1.0), ConfigError, "'temp' must be 0.0 to 100.0"),
+    (lambda m: m.chat(PARIS, think="maybe"), ConfigError, "'think' must be on or off"),
+    (lambda m: m.chat("long " * 3000), ConfigError, "the context holds 512"),
+    (lambda m: m.chat([{"role": "user"}, 3]), ConfigError, "messages"),
+    (lambda m: m.chat(PARIS, tools=[WEATHER], tool_choice="no"), ConfigError, "tool_choice"),
+    (lambda m: m.chat(PARIS, schema={"not": {}}), ConfigError, "schema"),
+    (lambda m: m.chat(PARIS, n=2), ConfigError, "unknown option 'n'"),
+    (lambda m: m.generate([-5]), ConfigError, ""),
+    (lambda m: m.score(""), ConfigError, "the text is empty"),
+    (lambda m: m.score("long " * 3000), ConfigError, "exceeds the available context"),
+    (lambda m: LLM(DEMO), ConfigError, "another model is open in this process"),
+    (lambda m: LLM(DEMO, "3kiB"), BudgetError, "the smallest --ram that works"),
+    (lambda m: LLM(DEMO, "3 apples"), ConfigError, "is not a size"),
+    (lambda m: LLM(DEMO, RAM, polcy="lru"), ConfigError, "did you mean 'policy'"),
+    (lambda m: LLM(DEMO, RAM, policy="belady"), ConfigError, "or plain, not 'belady'"),
+    (lambda m: LLM(DEMO, RAM, policy=int), PolicyError, "is not a policy"),
+    (lambda m: LLM("/no/such/model.gguf", RAM), GGUFError, "model.gguf"),
+    (lambda m: LLM("hf:only-one-word", RAM), HubError, "write it as hf:OWNER/NAME"),
+)
+def test_errors(llm, call, kind, said):
+    """Each is one sentence of a class that says what the caller can do, and nothing is broken."""
+    with pytest.raises(kind) as found:
+        call(llm)
+    assert isinstance(found.value, MoeEdgeError)
+    assert said in str(found.value) and "\n" not in str(found.value)
+    assert llm.chat(PARIS, max_tokens=2).tokens == 2
+
+
+class Failing(LRU):
+    about = About(
+        name="failing", precisions=LRU.precisions, wants=LRU.about.wants, reason="is no good"
+    )
+
+    def on_step(self, report):
+        raise ZeroDivisionError("it was written so")
+
+
+@pytest.fixture
+def no_policies_left():
+    before = set(POLICIES)
+    yield
+    for name in set(POLICIES) - before:
+        del POLICIES[name]
+
+
+def test_the_error_of_a_policy_is_the_cause(library, no_policies_left):
+    with (
+        LLM(DEMO, RAM, expert_ram="16MiB", policy=Failing) as llm,
+        pytest.raises(PolicyError, match="ZeroDivisionError: it was written so") as found,
+    ):
+        llm.chat(PARIS, max_tokens=4)
+    assert isinstance(found.value.__cause__, ZeroDivisionError)
+    assert found.value.__cause__.__traceback__ is not None
+
+
+def test_a_closed_model_says_so(library):
+    llm = LLM(DEMO, RAM)
+    stream = llm.chat(PARIS, stream=True, max_tokens=400, ignore_eos=True)
+    next(stream)
+    llm.close()
+    llm.close()
+    stream.close()
+    for call in (lambda: llm.chat(PARIS), lambda: llm.score("a b"), lambda: llm.plan):
+        with pytest.raises(ClosedError, match="this model is closed"):
+            call()
+
+
+def test_answers_of_many_threads(llm):
+    expected = {n: llm.generate(f"Number {n} is", max_tokens=5).text for n in range(4)}
+    found = {}
+
+    def ask(n):
+        found[n] = llm.generate(f"Number {n} is", max_tokens=5).text
+        llm.tokenize("some text")
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == expected
+
+
+PROGRAM = f"""
+import os, signal, sys, threading, time
+from orchestrator import LLM, ClosedError
+DEMO = {str(DEMO)!r}
+
+def press(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def own(number, frame):
+    raise KeyboardInterrupt("of the program's own handler")
+
+def soon(call, after_s=0.1):
+    timer = threading.Timer(after_s, press)
+    timer.start()
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        assert "own handler" in str(error)
+    else:
+        raise AssertionError("it was not interrupted")
+    timer.cancel()
+"""
+INTERRUPTS = """
+signal.signal(signal.SIGINT, own)
+from orchestrator.library import progress
+stage = progress.Bars.stage
+def press_once(*_):
+    progress.Bars.stage = stage
+    press()
+progress.Bars.stage = press_once
+soon(lambda: LLM(DEMO, "400MiB"), after_s=600)
+with LLM(DEMO, "400MiB", ctx=1024, ubatch=4, policy="lru", expert_ram="16MiB") as llm:
+    text = "a text of some words, " * 100
+    soon(lambda: llm.chat(text, max_tokens=1))
+    soon(lambda: llm.chat("hello", max_tokens=3000, ignore_eos=True))
+    soon(lambda: list(llm.chat("hello", stream=True, max_tokens=3000, ignore_eos=True)))
+    soon(lambda: llm.score(text))
+    assert llm.chat("hello", max_tokens=3).tokens == 3
+    assert len(llm.score("a few words").tokens) > 1
+assert signal.getsignal(signal.SIGINT) is own
+for name in ("SIGTERM", "SIGHUP", "SIGALRM"):
+    assert signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
+assert sys.unraisablehook is sys.__unraisablehook__
+"""
+FORK = """
+llm = LLM(DEMO, "400MiB")
+answer = llm.chat("hello", max_tokens=3)
+pid = os.fork()
+if not pid:
+    said = []
+    for call in (lambda: llm.chat("hello"), lambda: llm.score("a b"), lambda: llm.plan,
+                 lambda: LLM(DEMO, "400MiB")):
+        try:
+            call()
+        except ClosedError as error:
+            said.append(str(error))
+    llm.close()
+    sys.exit(0 if len(said) == 4 and all("fork" in each for each in said) else 1)
+assert os.waitpid(pid, 0)[1] == 0
+assert llm.chat("hello", max_tokens=3).tokens == 3
+print("the parent goes on")
+"""
+LEFT = """
+llm = LLM(DEMO, "400MiB")
+stream = llm.chat("hello", stream=True, max_tokens=3000, ignore_eos=True)
+print(next(stream).openai["object"])
+"""
+
+
+@cases(
+    "program, said",
+    (INTERRUPTS, ""),
+    (FORK, "the parent goes on\n"),
+    (LEFT, "chat.completion.chunk\n"),
+)
+def test_in_a_process_of_its_own(library, program, said):
+    """Interrupts stop what runs; a fork raises one sentence and ends; an open model is closed."""
+    done = python("-c", PROGRAM + program)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", said)
+
+
+def test_nothing_stays(library):
+    """Threads, file descriptors and the interval of switching threads."""
+    import os
+    import sys
+
+    def there():
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    with closing(LLM(DEMO, RAM)) as llm:
+        llm.chat(PARIS, max_tokens=2)
+    before, interval = there(), sys.getswitchinterval()
+    for _ in range(3):
+        with LLM(DEMO, RAM) as llm:
+            llm.chat(PARIS, max_tokens=2)
+            next(llm.chat(PARIS, max_tokens=2, stream=True))
+            llm.score("a few words")
+    assert there() == before and sys.getswitchinterval() == interval
+
+
+def test_the_command_line_does_not_import_the_library():
+    program = (
+        "import sys, orchestrator, orchestrator.cli.main\n"
+        "print([each for each in sys.modules if 'library' in each or each in ('numpy', 'tqdm')])"
+    )
+    assert python("-c", program).stdout == "[]\n"
+    assert "LLM" in dir(orchestrator)
+    with pytest.raises(AttributeError):
+        _ = orchestrator.nothing_there
