@@ -608,7 +608,7 @@ def policy_name(given: str | type[Policy] | None) -> str | None:
     """
     if given is None:
         return None
-    name = POLICIES.named(given)
+    name = POLICIES.named(given) if isinstance(given, (str, type)) else given
     replace(Config.declared()["policy"], choices=known_policies()).check(name)
     return name
 

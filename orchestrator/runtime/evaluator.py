@@ -150,7 +150,7 @@ class Evaluator:
         """
         at_once = None if self.config.logits_all else self._loaded.context.outputs
         if at_once is not None and not self._loaded.runs.request.needs.scored:
-            raise ConfigError("the model was loaded without room for every token's logits")
+            raise ConfigError("the model was loaded without memory for every token's logits")
         for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
             yield self._loaded.context.logits(n)
 
