@@ -7,6 +7,7 @@ is repeated measures only what is missing.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from gguf_tools.errors import GGUFError
 from gguf_tools.experts import ExpertModel
+from gguf_tools.process import processor_name
 from orchestrator.cache.files import check_target, digest, read_object, whole_files, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
@@ -25,7 +27,8 @@ from orchestrator.runtime.load import Progress
 
 NOT_IN_TEXT = "not in the text"
 NOT_MADE = "not made"
-# The largest file of one table or figure that is read back.
+# The keys of the file of one table or figure, and the largest file that is read back.
+_KEYS = {"key", "name", "about", "day", "machine", "compared", "tables"}
 _LARGEST_BYTES = 1 << 24
 
 
@@ -164,7 +167,7 @@ def _kept(path: Path, key: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     done = read_object(path, _LARGEST_BYTES)
-    if done is None or not {"name", "about", "compared", "tables", "key"} <= done.keys():
+    if done is None or not done.keys() >= _KEYS:
         raise ConfigError(
             f"{path} is damaged: delete it to measure it again, or choose another --out"
         )
@@ -186,6 +189,8 @@ def _measured(figure: Figure, on: Measured, folder: Path, key: str) -> dict[str,
         "key": key,
         "name": figure.name,
         "about": figure.about,
+        "day": time.strftime("%Y-%m-%d"),
+        "machine": f"{processor_name()}, {len(os.sched_getaffinity(0))} cores",
         "seconds": round(time.monotonic() - start_s),
         "compared": [each._asdict() for each in made.compared],
         "tables": [table.as_dict() for table in made.tables],
@@ -207,26 +212,41 @@ def _made(figure: Figure, on: Measured) -> Made:
 
 
 def _compared_markdown(figure: Row) -> str:
-    """Return the comparison of one table or figure. Cells are not aligned: they are too long."""
-    keys = ("what", "paper", "here", "why")
-    rows = (" | ".join(row[key].replace("|", "/") for key in keys) for row in figure["compared"])
+    """Return the comparison of one table or figure. Cells are not aligned: they are too long.
+
+    A reason that repeats the one above it is "the same".
+    """
+    rows, last = [], ""
+    for row in figure["compared"]:
+        why = "the same" if last and row["why"] == last else row["why"]
+        last = row["why"]
+        cells = (row["what"], row["paper"], row["here"], why)
+        rows.append(" | ".join(cell.replace("|", "/") for cell in cells))
     head = ["| | paper | here | why different |", "|---|---|---|---|"]
     return "\n".join([*head, *(f"| {row} |" for row in rows)]).replace("|  |", "| |")
 
 
 def heading(result: dict[str, Any]) -> str:
-    """Return one line about the paper, the model and the text."""
-    return f"{result['title']}: {result['model']}, {result['text']}"
+    """Return one line about the paper, the model, the text, the machine and the days."""
+    machines = dict.fromkeys(figure["machine"] for figure in result["figures"])
+    days = sorted({figure["day"] for figure in result["figures"]})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return (
+        f"{result['title']}: {result['model']}, text: {result['text']}; measured on "
+        f"{' and on '.join(machines)}, {when}"
+    )
 
 
 def render(result: dict[str, Any]) -> str:
     """Format the result of `publish` for a terminal: per line the paper, ours and the reason."""
     parts = [heading(result)]
     for figure in result["figures"]:
-        lines = [f"{figure['name']}: {figure['about']}"]
+        lines, last = [f"{figure['name']}: {figure['about']}"], ""
         for row in figure["compared"]:
             lines += [f"  {row['what']}", f"    paper: {row['paper']}", f"    here:  {row['here']}"]
-            lines += [f"    why different: {row['why']}"] if row["why"] else []
+            why = "the same" if row["why"] == last else row["why"]
+            lines += [f"    why different: {why}"] if row["why"] else []
+            last = row["why"]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
