@@ -65,7 +65,7 @@ class Panel:
     - levels: labeled horizontal lines for comparison.
     - percent: the values are fractions, shown in percent.
     - scale, ends: scale and limits of the y axis.
-    - bars: draw bars instead of lines, at x positions labeled by `ticks`.
+    - ticks: labels of the x positions 0, 1, 2 and so on. bars: draw bars instead of lines.
     """
 
     x: str
@@ -122,14 +122,13 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.axhline(at, color=GREY, linestyle=":", linewidth=1.2)
         place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axis.annotate(label, (0.01, at), xytext=(0, 3), color=GREY, fontsize=8, **place)
-    if panel.bars:
+    if panel.ticks:
         places = range(len(panel.ticks))
         names = [str(each) for each in panel.ticks]
         turned = {"rotation": 60, "ha": "right"} if max(map(len, names)) > 3 else {}
         axis.set_xticks(places, names, fontsize=8, **turned)
-    else:
-        if any(line.label for line in panel.lines):
-            axis.legend(fontsize=7)
+    if not panel.bars and any(line.label for line in panel.lines):
+        axis.legend(fontsize=7)
     axis.set_xlabel(panel.x)
     axis.set_ylabel(panel.y)
     axis.set_title(panel.title, fontsize=9)

@@ -71,8 +71,8 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
     groups = dict.fromkeys(row["length"] for row in rows)
     drawn = [
         Line(
-            "" if length is None else f"prompts of {length}",
-            BATCHES,
+            "" if length is None else f"prompts of {length} tokens",
+            range(len(BATCHES)),
             exact([row["active"] for row in rows if row["length"] == length]),
         )
         for length in groups
@@ -86,7 +86,9 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
         )
         for length in groups
     ]
-    panel = Panel("sequences", "experts of a layer in use, %", drawn, what, percent=True)
+    panel = Panel(
+        "sequences", "experts of a layer in use, %", drawn, what, percent=True, ticks=BATCHES
+    )
     return Made(compared, [Table(what, columns, rows)], [panel])
 
 
@@ -363,14 +365,18 @@ def _batches(
     ]
     drawn = [
         Line(
-            f"{name}{', P99' if each == tail else ''}", BATCHES, exact(values), each == tail, style
+            f"{name}{', P99' if each == tail else ''}",
+            range(len(BATCHES)),
+            exact(values),
+            each == tail,
+            style,
         )
         for style, name in enumerate(names)
         for each in (key, tail)
         if each is not None
         if (values := [at[name, batch][each] for batch in BATCHES])
     ]
-    panel = Panel("sequences", what, drawn, on.config.model.name, scale="log")
+    panel = Panel("sequences", what, drawn, on.config.model.name, scale="log", ticks=BATCHES)
     return Made(compared, [Table("Batches with a prompt of its own each", _COLUMNS, rows)], [panel])
 
 

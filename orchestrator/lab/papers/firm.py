@@ -210,7 +210,7 @@ def figure_5(on: Measured) -> Made:
     drawn = [
         Line(
             part.name,
-            range(1, len(base) + 1),
+            range(len(base)),
             exact([row["speed"] for row in rows if row["name"] == part.name]),
         )
         for part in listed
@@ -225,7 +225,8 @@ def figure_5(on: Measured) -> Made:
         )
     ]
     title = f"Tokens per second with the prompt, {HELD:.0%} of the experts in slots"
-    panel = Panel("pair of prompt and answer length", "tokens/s", drawn, title)
+    ticks = [f"{prompt} + {answer}" for prompt, answer in base]
+    panel = Panel("tokens of the prompt + of the answer", "tokens/s", drawn, title, ticks=ticks)
     return Made(compared, [Table(title, columns, rows)], [panel])
 
 
