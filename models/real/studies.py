@@ -4,7 +4,7 @@
 `hitters` compares the critical experts of heavy hitters with those of all tokens (Figure 3).
 `mixes` combines the high precision with the low one and with skipping (part of Tables 1 and 2).
 
-`moe-edge eval --study` runs the complete studies. These are shorter, because 30 layers take long.
+`moe-edge paper dymoe` runs the complete studies. These are shorter, because 30 layers take long.
 `depth` and `hitters` read the text as prompts. In `depth`, no choice depends on a token, so
 decoding would give the same. `mixes` decodes.
 """

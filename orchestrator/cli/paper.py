@@ -39,6 +39,11 @@ from orchestrator.lab.registry import PAPERS, load_paper
     type=FILE,
 )
 @option("--only LIST", 'Tables and figures, such as "Table 3,Figure 10".  [default: all]')
+@option(
+    "--max-tokens N",
+    "Use at most N tokens of the text for each measurement, for slow models.  [default: all]",
+    type=click.IntRange(min=1),
+)
 @THREADS
 @JSON
 def paper(
@@ -46,6 +51,7 @@ def paper(
     out: Path | None,
     data: Path | None,
     only: str | None,
+    max_tokens: int | None,
     as_json: bool,
     **options: object,
 ) -> None:
@@ -54,11 +60,12 @@ def paper(
     Each line has the value in the paper's text, the value that is measured here, and why they
     differ. Tables and figures are written to a folder as text, JSON and pictures.
     """
+    from orchestrator.lab.papers.measured import Source
     from orchestrator.lab.papers.paper import publish, render
 
-    config = make_config(options)
+    config, source = make_config(options), Source(data, max_tokens)
     folder = Path(f"paper-{name}") if out is None else out
     with Console().bars() as console:
-        result = publish(load_paper(name), config, folder, data, only, console.bar, console.note)
+        result = publish(load_paper(name), config, folder, source, only, console.bar, console.note)
     click.echo(json.dumps(result) if as_json else strip_controls(render(result)))
     note(f"The tables and pictures are in {folder}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.cache.files import digest, write_whole
 from orchestrator.config import Config
@@ -43,6 +43,16 @@ _ANSWER = "<|im_start|>assistant\n"
 _TEXTS = (".jsonl", ".jsonl.xz", ".txt", ".txt.xz")
 # A timed part may take this long.
 _PART_S = 120.0
+
+
+class Source(NamedTuple):
+    """The text to measure on: a folder of texts, and the most tokens of it per measurement.
+
+    `folder` is None for the demo's conversations, and `max_tokens` None for no limit.
+    """
+
+    folder: Path | None = None
+    max_tokens: int | None = None
 
 
 def read_data(folder: Path) -> list[list[Document]]:
@@ -100,13 +110,14 @@ class Measured(AbstractContextManager["Measured"]):
         self,
         config: Config,
         folder: Path,
-        data: Path | None,
+        source: Source,
         report: Progress,
         note: Callable[[str], None],
     ) -> None:
         """Read the texts. Raises ConfigError."""
         self.config, self.folder, self.report, self.note = config, folder, report, note
-        domains = conversations() if data is None else read_data(data)
+        self._most = source.max_tokens
+        domains = conversations() if source.folder is None else read_data(source.folder)
         self.documents = list(_balanced(domains))
         self.domains = list(dict.fromkeys(each.domain for each in self.documents))
         records = [
@@ -132,6 +143,8 @@ class Measured(AbstractContextManager["Measured"]):
         """Return what results depend on, for JSON: the model and the text."""
         size = self.config.model.stat().st_size
         text = f"{', '.join(self.domains)} ({self._digest[:8]})"
+        if self._most is not None:
+            text += f", at most {self._most} tokens"
         return {"model": self.config.model.name, "bytes": size, "text": text}
 
     def _subject(self, tokens: int | None = None, window: int | None = None) -> Subject:
@@ -141,13 +154,15 @@ class Measured(AbstractContextManager["Measured"]):
         contexts of each. Raises ConfigError if the text is too short.
         """
         tokens = tokens or TOKENS
+        if self._most is not None:
+            tokens = min(tokens, self._most)
         window = window or max(LEAST_WINDOW, min(WINDOW, tokens // (3 * len(self.domains))))
         options = EvalOptions(text=self.text, tokens=tokens, window=window)
         found = Subject(self.config, options, self.report, self.note)
         if found.n_tokens < LEAST:
+            advice = "give more --data" if self._most is None else "use a larger --max-tokens"
             raise ConfigError(
-                f"the text has {found.n_tokens} scored tokens, the minimum is {LEAST}: give more "
-                f"--data"
+                f"the text has {found.n_tokens} scored tokens, the minimum is {LEAST}: {advice}"
             )
         return found
 

@@ -20,7 +20,7 @@ from gguf_tools.process import processor_name
 from orchestrator.cache.files import check_target, digest, read_object, whole_files, write_whole
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
-from orchestrator.lab.papers.measured import Measured
+from orchestrator.lab.papers.measured import Measured, Source
 from orchestrator.lab.plotting import Panel, draw, require_matplotlib
 from orchestrator.lab.table import Column, Row, Table
 from orchestrator.runtime.load import Progress
@@ -124,7 +124,7 @@ def publish(
     paper: Paper,
     config: Config,
     folder: Path,
-    data: Path | None,
+    source: Source,
     only: str | None,
     report: Progress,
     note: Callable[[str], None],
@@ -143,7 +143,7 @@ def publish(
         raise ConfigError(f"`moe-edge paper` needs a MoE model: {error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     check_target(folder / f"{paper.name}.json")
-    with Measured(config, folder, data, report, note) as on:
+    with Measured(config, folder, source, report, note) as on:
         basis = {"paper": paper.name, "title": paper.title, **on.basis()}
         key = digest(basis)
         kept = {each: _kept(folder / f"{each.stem}.json", key) for each in figures}
