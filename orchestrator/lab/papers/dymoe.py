@@ -21,6 +21,7 @@ from orchestrator.lab.study.routing import Load, hot_overlap, loads
 from orchestrator.lab.study.study import Findings, share, show_change
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.plan.footprint import model_shape
+from orchestrator.policy.dymoe import DyMoE
 
 WEIGHTS = (
     "KL and perplexity of this model in place of accuracy: the weights of Mixtral-8x7B and "
@@ -29,8 +30,9 @@ WEIGHTS = (
 # Shares of the experts that have slots, prompt lengths, decode steps after each prompt, and rounds.
 SHARES, LENGTHS, STEPS, ROUNDS = (0.25, 0.5, 0.75), (16, 64, 256), 24, 2
 RETENTION = 0.75
-# Prompts whose attention is recorded, their length, and the share of tokens that are heavy hitters.
-PROMPT, HEAVY = 256, 0.2
+# The length of the prompt whose attention is recorded, and the share of its tokens that are heavy
+# hitters: the policy's default.
+PROMPT, HEAVY = 256, DyMoE.about.Settings().heavy_hitters
 
 
 @cache
@@ -118,27 +120,31 @@ def figure_4(on: Measured) -> Made:
         {
             "layer": each.layer,
             "cosine": float(cosine(each.total, each.heavy)),
-            "correlation": float(np.corrcoef(each.total, each.heavy)[0, 1]),
+            "correlation": _correlation(each.total, each.heavy),
+            "random": float(np.mean([_correlation(each.total, one) for one in each.random])),
             "hot": hot_overlap(each.total[None], each.heavy[None], max(1, len(each.total) // 4))[0],
         }
         for each in found
-        if each.heavy.std() and each.total.std()
     ]
     columns = (
         Column("layer", "layer"),
         Column("correlation", "correlation", fixed(2)),
+        Column("of random tokens", "random", fixed(2)),
         Column("cosine", "cosine", fixed(3)),
         Column("same hot quarter", "hot", share),
     )
-    mean = {key: float(np.mean([row[key] for row in rows])) for key in ("correlation", "hot")}
+    keys = ("correlation", "random", "hot")
+    mean = {key: float(np.mean([row[key] for row in rows])) for key in keys}
     compared = [
         Compared(
             "heavy-hitter load of an expert against its load by all tokens",
             "high statistical correlation; no number in the text",
-            f"correlation {mean['correlation']:.2f}, {share(mean['hot'])} of the hot quarter is "
-            f"the same (means over layers)",
+            f"correlation {mean['correlation']:.2f}, of as many random tokens "
+            f"{mean['random']:.2f}; {share(mean['hot'])} of the hot quarter is the same "
+            f"(means over layers)",
             f"one prompt of {PROMPT} tokens; heavy hitters are {HEAVY:.0%} of the tokens by the "
-            f"attention of the last 32 queries, since the paper gives no share",
+            f"attention of the last 32 queries, because the paper gives no share; the random "
+            f"tokens are our baseline",
         ),
         Compared(
             "hot experts of different inputs",
@@ -149,6 +155,11 @@ def figure_4(on: Measured) -> Made:
     ]
     title = f"Loads in a prompt of {PROMPT} tokens"
     return Made(compared, [Table(title, columns, rows)], [_loads_panel(found[0])])
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the correlation of two loads, or 0.0 if one of them is uniform."""
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() and other.std() else 0.0
 
 
 def _shift(on: Measured) -> str:

@@ -142,27 +142,35 @@ def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of each expert in one layer of a prompt: by all tokens, and by heavy hitters."""
+    """The number of uses of each expert in one layer of a prompt.
+
+    total: by all tokens. heavy: by heavy hitters. random: by as many random tokens,
+    float64 [n_draws, n_expert].
+    """
 
     layer: int
     total: np.ndarray
     heavy: np.ndarray
+    random: np.ndarray
 
 
-def loads(trace: Trace, share: float) -> list[Load]:
+def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
     """Return the loads in each layer of a trace's prompts whose tokens have importance scores.
 
-    share: the share of the tokens that count as heavy hitters.
+    share: the share of the tokens that count as heavy hitters. draws: number of random sets of as
+    many tokens, for comparison.
     """
-    found = []
+    found, random = [], np.random.default_rng(0)
     for step in trace.steps():
         for event in step.events:
             if event.importance is None or len(event.ids) < 2:
                 continue
             best = heavy_hitters(event.importance, share)
-            total, heavy = (
-                np.bincount(ids.ravel(), minlength=trace.n_expert).astype(float)
-                for ids in (event.ids, event.ids[best])
+            tokens = len(event.ids)
+            drawn = [random.choice(tokens, len(best), replace=False) for _ in range(draws)]
+            total, heavy, *others = (
+                np.bincount(event.ids[rows].ravel(), minlength=trace.n_expert).astype(float)
+                for rows in (np.arange(tokens), best, *drawn)
             )
-            found.append(Load(event.layer, total, heavy))
+            found.append(Load(event.layer, total, heavy, np.stack(others)))
     return found

@@ -47,7 +47,13 @@ def first(on):
 
 
 def second(on):
-    return Made([Compared("loss", "not in the text", "0.1")])
+    return Made(
+        [
+            Compared("loss", "not in the text", "0.1"),
+            Compared("KL", "0.2", "0.3", "another model"),
+            Compared("perplexity", "4", "5", "another model"),
+        ]
+    )
 
 
 def without(on):
@@ -114,6 +120,22 @@ def test_each_line_has_the_paper_ours_and_the_reason(model, tmp_path, calls):
     assert "    why different: another machine" in text
 
 
+def test_a_repeated_reason_is_shown_once(model, tmp_path, calls):
+    text = run(model, tmp_path).stdout
+    assert text.count("why different: another model") == 1 and "why different: the same" in text
+    shown = (tmp_path / "firm.md").read_text()
+    assert "| KL | 0.2 | 0.3 | another model |" in shown
+    assert "| perplexity | 4 | 5 | the same |" in shown
+
+
+def test_results_name_the_text_the_machine_and_the_day(model, tmp_path, calls):
+    result = json.loads(run(model, tmp_path, "--json").stdout)
+    (day, machine) = {(each["day"], each["machine"]) for each in result["figures"]}.pop()
+    title = (tmp_path / "firm.md").read_text().splitlines()[0]
+    assert title.startswith(f"# Made up: {model.name}, text: chat (")
+    assert title.endswith(f"; measured on {machine}, {day}") and " cores" in machine
+
+
 def test_a_repeated_command_measures_what_is_missing(model, tmp_path, calls):
     assert run(model, tmp_path, "--only", "figure 2, Figure 4").exit_code == 0
     assert calls == ["Figure 2"] and not (tmp_path / "firm.json").exists()
@@ -149,6 +171,23 @@ def test_results_of_another_model_or_text_are_not_mixed(model, tmp_path, calls, 
     for result in (run(other, tmp_path / "out"), run(model, tmp_path / "out", "--data", data)):
         assert result.exit_code == 1
         assert "was measured with another model or text: choose another --out" in result.stderr
+
+
+def test_max_tokens_limits_the_text_and_belongs_to_the_results(model, tmp_path, calls, monkeypatch):
+    limit = ("--max-tokens", 600)
+    result = run(model, tmp_path, *limit)
+    assert result.exit_code == 0 and ", at most 600 tokens; measured on" in result.stdout
+    assert run(model, tmp_path, *limit).exit_code == 0
+    result = run(model, tmp_path)
+    assert result.exit_code == 1 and "was measured with another model or text" in result.stderr
+
+    found = []
+    made = Paper("firm", "", [Figure("Table 1", "", lambda on: found.append(on.subject()))])
+    monkeypatch.setattr("orchestrator.cli.paper.load_paper", lambda name: made)
+    result = run(model, tmp_path / "few", "--max-tokens", 100)
+    assert result.exit_code == 1 and not found
+    last = result.stderr.splitlines()[-1]
+    assert "scored tokens, the minimum is 512: use a larger --max-tokens" in last
 
 
 def test_a_full_disk_is_one_sentence_and_finished_rows_stay(model, tmp_path, calls, monkeypatch):

@@ -1,5 +1,7 @@
 """Figures of the routing, by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from orchestrator.lab.study.routing import (
     changes,
     concentration,
     hot_overlap,
+    loads,
     sorted_shares,
 )
 
@@ -41,3 +44,19 @@ def test_experts_that_are_active_together():
     assert active_in_decode([TWO, TWO], 2) == 0.5
     assert active_in_prefill([ONE], 1, 1) == 0.5
     assert active_in_prefill([ONE], 1, 4) == active_in_prefill([ONE, TWO], 2, 4) == 1.0
+
+
+def test_loads_of_heavy_hitters_and_of_random_tokens():
+    ids = np.array([[0, 1], [0, 2], [3, 1], [0, 3]])
+    scores = np.array([0.1, 0.5, 0.9, 0.2], np.float32)
+    prompt = SimpleNamespace(layer=3, ids=ids, importance=scores)
+    answer = SimpleNamespace(layer=3, ids=ids[:1], importance=scores[:1])
+    unknown = SimpleNamespace(layer=3, ids=ids, importance=None)
+    trace = SimpleNamespace(
+        n_expert=4, steps=lambda: [SimpleNamespace(events=[prompt, unknown, answer])]
+    )
+    (load,) = loads(trace, 0.5, draws=5)
+    assert load.layer == 3 and load.total.tolist() == [3, 2, 1, 2]
+    assert load.heavy.tolist() == [1, 1, 1, 1]  # tokens 1 and 2
+    assert load.random.shape == (5, 4) and set(load.random.sum(axis=1)) == {4}
+    assert (load.random <= load.total).all()
