@@ -42,11 +42,11 @@ PAPERS = ("dymoe", "dynaexq", "firm", "context")
 
 
 def load(name: str) -> Any:
-    """Return a benchmark of BENCHMARKS."""
+    """Import and return the benchmark with this name."""
     module, _, kind = BENCHMARKS[name].where.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), kind)()
 
 
 def load_paper(name: str) -> Any:
-    """Return a paper of PAPERS: its list of tables and figures."""
+    """Import and return the paper with this name: its list of tables and figures."""
     return import_module(f"{__package__}.papers.{name}").PAPER

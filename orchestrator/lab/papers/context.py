@@ -47,7 +47,7 @@ BITS = (3.0, 2.0)
 
 
 def table_3(on: Measured) -> Made:
-    """Measure the quality loss of few bits for the experts that are not hot."""
+    """Make Table 3: the quality loss if experts that are not hot have only 2 or 3 bits."""
     found = NearBits().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["hot"]]
     half = max((row["hot"] for row in rows), default=0)
@@ -89,7 +89,7 @@ def _is(row: Row, way: str, bits: float, hot: int) -> bool:
 
 
 def figure_2(on: Measured) -> Made:
-    """Measure how often each expert is used, by layer."""
+    """Make Figure 2: how often each expert of a layer is used."""
     routes = on.routes
     counts = total_counts(routes)
     by_rank = sorted_shares(counts)
@@ -129,7 +129,7 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Measure how experts change from step to step, and from input to input."""
+    """Make Figure 3: how much of a step's experts later steps and other inputs use."""
     routes = on.routes
     rows: list[Row] = []
     groups = {"all": routes} | {
@@ -187,7 +187,7 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Measure how well a prompt predicts the experts of its answer."""
+    """Make Figure 4: how well a prompt predicts the experts of its answer."""
     found = PromptContext().measure(on.subject())
     rows = found.tables[0].rows
 
@@ -213,7 +213,11 @@ def figure_4(on: Measured) -> Made:
 
 @cache
 def near_data(on: Measured) -> list[dict[str, Any]]:
-    """Play the strategies on the paper's machine, on generated routing and on the model's own."""
+    """Simulate all strategies on the paper's machine, a GPU with a near-data memory.
+
+    Each of the paper's models and bit widths is simulated with generated routing and with the
+    routing of our model.
+    """
     found = []
     for shape in SHAPES:
         for bits in BITS:
@@ -237,7 +241,7 @@ _FREE = "contains no fitted constant; HBM, link and packed arithmetic (16 / b) a
 
 
 def figure_5(on: Measured) -> Made:
-    """Play end-to-end latency, and the time of the near-data memory."""
+    """Make Figure 5: simulated end-to-end latency, and the time of the near-data memory."""
     results = near_data(on)
     compared = [
         Compared(
@@ -300,7 +304,7 @@ def _near_times(results: Sequence[dict[str, Any]]) -> str:
 
 
 def figure_6(on: Measured) -> Made:
-    """Play decode throughput, with and without the fitted term."""
+    """Make Figure 6: simulated decode throughput, with and without the fitted constant."""
     results = near_data(on)
     paper = {
         ("mixtral-8x7b", 3.0): "8.7",

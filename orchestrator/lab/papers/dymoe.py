@@ -37,12 +37,12 @@ PROMPT, HEAVY = 256, DyMoE.about.Settings().heavy_hitters
 
 @cache
 def accuracy(on: Measured) -> Findings:
-    """Measure the loss of each precision alone and of mixes."""
+    """Measure the quality loss of each precision alone and of mixes of two precisions."""
     return Accuracy().measure(on.subject())
 
 
 def table_1(on: Measured) -> Made:
-    """Measure the loss of each precision alone."""
+    """Make Table 1: the quality loss of each precision alone."""
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[0].rows
     here = ", ".join(f"{row['configuration']} {row['kl'][0]:.4f}" for row in rows)
@@ -72,7 +72,7 @@ def _times(rows: Sequence[Row]) -> str:
 
 
 def table_2(on: Measured) -> Made:
-    """Measure mixes of the high tier with the low one and with skipping."""
+    """Make Table 2: the quality loss if less important experts are computed low or skipped."""
     subject, found = on.subject(), accuracy(on)
     rows = found.tables[1].rows
     paper = {0.75: "4/0 0.6714, 4/2 0.6782", 0.9: "4/0 0.6807, 4/2 0.6821", 1.0: "0.6795"}
@@ -94,7 +94,7 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Measure critical experts by importance and at random, by depth and flat."""
+    """Make Figure 3: the quality loss if critical experts are chosen by importance or at random."""
     found = Critical().measure(on.subject())
     compared = []
     for table in found.tables[2:]:  # prompts, of which the paper skips experts
@@ -112,7 +112,7 @@ def figure_3(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Measure the load of heavy hitters on each expert against the load of all tokens."""
+    """Make Figure 4: how often heavy hitters use each expert, and how often all tokens do."""
     found = loads(on.trace(PROMPT, 8, "dymoe"), HEAVY)
     if not found:
         raise Unavailable("the model's graph gives no attention scores")
@@ -179,7 +179,7 @@ def _loads_panel(load: Load) -> Panel:
 
 
 def figure_5(on: Measured) -> Made:
-    """Measure one layer at a time in the low tier."""
+    """Make Figure 5: the quality loss with one layer at a time in the low tier."""
     found = Depth().measure(on.subject())
     kl = [row["kl"][0] for row in found.tables[0].rows]
     third = max(1, len(kl) // 3)
@@ -204,7 +204,7 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Measure the similarity of neighbouring layers."""
+    """Make Figure 6: the similarity of neighbouring layers."""
     found = Similarity().measure(on.subject())
     cosines = [
         value[0]
@@ -233,10 +233,10 @@ def figure_6(on: Measured) -> Made:
 
 @cache
 def timed_rows(on: Measured) -> list[Row]:
-    """Time the rows of Table 3, under each cap and with each prompt length.
+    """Measure the live times of the systems of Table 3 for each cache size and prompt length.
 
-    A row's first prompt starts with no expert in memory. Times are medians over the rounds, in
-    which all rows take turns.
+    The first prompt of each system starts with no expert in memory. Times are medians over the
+    rounds. In each round, all systems take turns.
     """
     subject = on.subject()
     with subject.model() as model:
@@ -274,7 +274,7 @@ _PARTS = ("decode", *(f"prompt {n}" for n in LENGTHS), COLD)
 
 
 def table_3(on: Measured) -> Made:
-    """Time the parts of DyMoE, each row adding one."""
+    """Make Table 3: speed with each part of DyMoE added in turn."""
     rows = timed_rows(on)
     times = {(row["name"], row["cap"], row["part"]): row["ms"] for row in rows}
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -341,7 +341,7 @@ def table_3(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Compare DyMoE end to end with loading on demand and with an LRU cache."""
+    """Make Figure 10: the latency of DyMoE, of loading on demand and of an LRU cache."""
     times = {(row["name"], row["cap"], row["part"]): row["ms"] for row in timed_rows(on)}
     names = list(dict.fromkeys(name for name, _, _ in times))
     lru, on_demand, best = names[0], ON_DEMAND, names[-1]
@@ -390,7 +390,7 @@ def figure_10(on: Measured) -> Made:
 
 
 def figure_11(on: Measured) -> Made:
-    """Measure quality over the retention ratio."""
+    """Make Figure 11: the quality loss over the share of critical experts."""
     found = Retention().measure(on.subject())
     rows = [row for row in found.tables[0].rows if row["retention"] is not None]
     labels = dict.fromkeys(row["configuration"] for row in rows)

@@ -62,7 +62,10 @@ def _by_batch(values: dict[int, float], unit: str = " %") -> str:
 
 
 def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
-    """Return the comparison and the picture of activated experts by batch size."""
+    """Make a table and a picture of the share of experts in use by batch size.
+
+    said: the values in the paper's text. what: the title.
+    """
     columns = (
         Column("batch", "batch"),
         Column("prompt", "length"),
@@ -93,7 +96,7 @@ def _activated(on: Measured, rows: list[Row], said: str, what: str) -> Made:
 
 
 def table_1(on: Measured) -> Made:
-    """Count the experts that one decode step of a batch uses."""
+    """Make Table 1: the share of a layer's experts that a decode step uses, by batch size."""
     rows = [
         {"batch": batch, "length": None, "active": active_in_decode(on.routes, batch)}
         for batch in BATCHES
@@ -103,7 +106,7 @@ def table_1(on: Measured) -> Made:
 
 
 def table_2(on: Measured) -> Made:
-    """Count the experts that the prompts of a batch use together, by prompt length."""
+    """Make Table 2: the share of a layer's experts that prompts use, by batch size and length."""
     rows = [
         {"batch": batch, "length": n, "active": active_in_prefill(on.routes, batch, n)}
         for n in (4, 16, 64)
@@ -114,7 +117,7 @@ def table_2(on: Measured) -> Made:
 
 
 def table_4(on: Measured) -> Made:
-    """Measure the quality of a hot set against all experts low, and uniform types."""
+    """Make Table 4: the quality of a hot set, of low precision alone and of uniform types."""
     subject = on.subject()
     found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
     rows = [row for row in found.tables[0].rows if row["configuration"] == STARTED]
@@ -143,7 +146,7 @@ def table_4(on: Measured) -> Made:
 
 
 def figure_1(on: Measured) -> Made:
-    """Play how long prompts wait for experts, by their length."""
+    """Make Figure 1: the simulated time that prompts wait for experts, by prompt length."""
     prefetching = Replayed("prefetch", FIRM.name, {"prefetch": "on", "agree": RANK})
     listed = [Replayed(NO_PREFETCH, FIRM.name, {"prefetch": "off"}), prefetching]
     rows: list[Row] = []
@@ -187,7 +190,7 @@ def figure_1(on: Measured) -> Made:
 
 
 def figure_2(on: Measured) -> Made:
-    """Count the skew of cumulative use, and how much the hot sets of domains overlap."""
+    """Make Figure 2: the skew of expert use, and the overlap of hot sets of different texts."""
     counts = {"all": total_counts(on.routes)} | {
         name: total_counts([each for each in on.routes if each.domain == name])
         for name in (on.domains if len(on.domains) > 1 else ())
@@ -238,7 +241,7 @@ def figure_2(on: Measured) -> Made:
 
 
 def figure_3(on: Measured) -> Made:
-    """Measure the loss of demotion, the coldest experts first."""
+    """Make Figure 3: the quality loss by the number of low experts, the coldest first."""
     found = Demotion().measure(on.subject())
     rows = found.tables[0].rows
     half = on.subject().n_expert // 2
@@ -256,14 +259,17 @@ def figure_3(on: Measured) -> Made:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One of the compared systems: its name, and its settings within the same memory."""
+    """A system that is compared with others: its name, and its settings."""
 
     name: str
     settings: dict[str, Any]
 
 
 def systems(on: Measured) -> list[System]:
-    """Return the static low precision, an offloading system and DynaExq, in the same memory."""
+    """Return three systems that use the same memory.
+
+    They are the low precision for all experts, a system that loads missing experts, and DynaExq.
+    """
     subject = on.subject()
     residency = Residency(subject)
     (n_high,) = residency.counts((HIGH,))
@@ -280,7 +286,7 @@ def systems(on: Measured) -> list[System]:
 
 
 def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
-    """Return the parts of every round by system. Systems take turns."""
+    """Return the timed parts of each round for each system. In a round, all systems take turns."""
     found: dict[str, list[list[Any]]] = {}
     for _ in range(ROUNDS):
         for system in systems(on):
@@ -292,7 +298,10 @@ def _timed(on: Measured, parts: list[Part]) -> dict[str, list[list[Any]]]:
 
 @cache
 def timed_batches(on: Measured) -> list[Row]:
-    """Time prompts and decode steps of each batch size, with a prompt of its own each sequence."""
+    """Measure the live times of prompts and decode steps for each system and batch size.
+
+    Each sequence of a batch has its own prompt.
+    """
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for batch in BATCHES:
         parts.append(Part(f"{PROMPTS} {batch}", PROMPTS, PROMPT, sequences=batch))
@@ -346,7 +355,11 @@ _COLUMNS = (
 def _batches(
     on: Measured, what: str, said: str, key: str, tail: str | None, show: Callable[[float], str]
 ) -> Made:
-    """Return one metric over the batch size for each system."""
+    """Make a table and a picture of one metric by batch size.
+
+    what: the metric's title. said: the values in the paper's text. key, tail: the names of the
+    metric and of its P99 in the rows. show: formats a value.
+    """
     rows = timed_batches(on)
     names = list(dict.fromkeys(row["name"] for row in rows))
     at = {(row["name"], row["batch"]): row for row in rows}
@@ -381,19 +394,19 @@ def _batches(
 
 
 def figure_6(on: Measured) -> Made:
-    """Time the first token by batch size."""
+    """Make Figure 6: the time to the first token by batch size."""
     said = "static lowest, DynaExq near it, ExpertFlow grows sharply; no number in the text"
     return _batches(on, "TTFT, ms, mean (P99)", said, "ttft", "ttft_p99", "{:.1f}".format)
 
 
 def figure_7(on: Measured) -> Made:
-    """Time decode steps by batch size."""
+    """Make Figure 7: the time of decode steps by batch size."""
     said = "DynaExq close to static, ExpertFlow higher with a wider tail; no number in the text"
     return _batches(on, "TPOT, ms, mean (P99)", said, "tpot", "tpot_p99", "{:.2f}".format)
 
 
 def figure_9(on: Measured) -> Made:
-    """Time whole requests by batch size, and throughput."""
+    """Make Figure 9: the time of whole requests, and throughput, by batch size."""
     said = "static lowest, ExpertFlow highest, DynaExq between; no number in the text"
     made = _batches(on, f"end to end, {STEPS} steps, ms", said, "total", None, "{:.0f}".format)
     said = "DynaExq above ExpertFlow, and more so with larger batches; the ratio is not in the text"
@@ -402,7 +415,7 @@ def figure_9(on: Measured) -> Made:
 
 
 def figure_10(on: Measured) -> Made:
-    """Time the first token by prompt length."""
+    """Make Figure 10: the time to the first token by prompt length."""
     parts: list[Part] = [prompt(PROMPT, "first"), settle(16, 20.0)]
     for n in LENGTHS:
         parts += [prompt(n, f"prompt {n}")] * TIMES

@@ -52,13 +52,20 @@ _MACHINE = (
 def played(
     on: Measured, prompt: int | None = None, answer: int | None = None, reads: float = SLOW
 ) -> Played:
-    """Return a recorded run with look-ahead, on a link of this speed (`on_link`)."""
+    """Return a recording with look-ahead, and the options to replay it.
+
+    `prompt` and `answer` are the recorded numbers of tokens. `reads` sets the speed of the
+    simulated link (`on_link`).
+    """
     trace = on.trace(prompt or PROMPT, answer or ANSWER)
     return Played(on.library, trace, on_link(trace, reads))
 
 
 def table_1(on: Measured) -> Made:
-    """Measure each part in the paper's world: one queue of reads, and waits for whole experts."""
+    """Make Table 1: the gain of each part of FIRM-MoE on the paper's kind of link.
+
+    The link has one queue for all reads, and an expert is computed only when all of it is read.
+    """
     (table, panel), (other, _) = (
         played_parts(played(on, reads=reads), BASE, SHARES) for reads in (SLOW, FAST)
     )
@@ -82,14 +89,14 @@ def table_1(on: Measured) -> Made:
 
 
 def _by_share(rows: Sequence[Row], name: str, key: str, digits: int = 2) -> str:
-    """Return a row's values for each share of slots."""
+    """Return one system's values for each share of experts that have slots, as text."""
     mine = [row for row in rows if row["name"] == name]
     values = ", ".join(f"{row[key]:.{digits}f}" for row in mine)
     return f"{values} ({', '.join(slots(row['held']) for row in mine)} of the experts)"
 
 
 def table_2(on: Measured) -> Made:
-    """Measure n = 1, 2 and 3 prefetched matrices, in the store's world and in the paper's."""
+    """Make Table 2: speed if 1, 2 or 3 matrices of each expert are prefetched."""
     run, rows = played(on), []
     every = expert_bytes(run.trace)
     worlds: dict[str, dict[str, Any]] = {"as the store reads": {}, "rigid link": {"link": RIGID}}
@@ -140,7 +147,7 @@ def table_2(on: Measured) -> Made:
 
 
 def figure_4(on: Measured) -> Made:
-    """Measure the time of a decode step by the size of the cache."""
+    """Make Figure 4: the simulated time of a decode step by the size of the expert cache."""
     table, _ = played_parts(played(on), NO_PREFETCH, SHARES)
     drawn = lines(
         table.rows, lambda row: 100 * row["held"], lambda row: [row["tpot_ms_mean"], None], "name"
@@ -171,7 +178,7 @@ def _slowdown(rows: Sequence[Row]) -> str:
 
 
 def figure_5(on: Measured) -> Made:
-    """Measure tokens per second for 15 pairs of prompt and answer length."""
+    """Make Figure 5: simulated tokens per second for 15 pairs of prompt and answer length."""
     listed = [
         Part("lru", "lru", {}),
         Part(NO_PREFETCH, FIRM.name, {"prefetch": "off"}),
@@ -231,9 +238,10 @@ def figure_5(on: Measured) -> Made:
 
 
 def figure_6(on: Measured) -> Made:
-    """Measure the loss of eq. 11 over K candidates and P voting layers, and each search.
+    """Make Figure 6: the loss of eq. 11 for each K candidates and P voting layers.
 
-    K goes up to twice the number of experts per token.
+    K goes up to twice the number of experts per token. Also runs Algorithm 1 and our searches on
+    these losses.
     """
     subject = on.subject(LOGITS)
     k, n_expert = subject.n_expert_used, subject.n_expert
@@ -301,7 +309,7 @@ def figure_6(on: Measured) -> Made:
 
 
 def figure_7(on: Measured) -> Made:
-    """Measure utilisation and accuracy of strategies that predict a layer's experts."""
+    """Make Figure 7: utilisation and accuracy of strategies that predict a layer's experts."""
     found = VotesStudy().measure(on.subject())
     k = on.subject().n_expert_used
     rows = {row["strategy"]: row for row in found.tables[0].rows}

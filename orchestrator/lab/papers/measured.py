@@ -46,9 +46,10 @@ _PART_S = 120.0
 
 
 class Source(NamedTuple):
-    """The text to measure on: a folder of texts, and the most tokens of it per measurement.
+    """The text to measure on.
 
-    `folder` is None for the demo's conversations, and `max_tokens` None for no limit.
+    folder: a folder of texts; None for the demo's conversations. max_tokens: the most tokens of the
+    text that one measurement reads; None for no limit.
     """
 
     folder: Path | None = None
@@ -56,10 +57,10 @@ class Source(NamedTuple):
 
 
 def read_data(folder: Path) -> list[list[Document]]:
-    """Read a folder of texts: each file is a domain, named after the file.
+    """Read a folder of texts. Returns one list of texts for each domain.
 
-    A file is plain text, or has one text per JSON line; .xz files are decompressed. A domain that
-    a record names itself is kept. Raises ConfigError.
+    A file is plain text, or has one text per JSON line; .xz files are decompressed. The domain is
+    the record's own, or else the name of the file. Raises ConfigError.
     """
     paths = sorted(path for path in folder.glob("*") if path.name.endswith(_TEXTS))
     if not paths:
@@ -73,7 +74,7 @@ def read_data(folder: Path) -> list[list[Document]]:
 
 
 def _pieces(document: Document, domain: str) -> Iterator[Document]:
-    """Yield the pieces of a text. The context belongs to the first one."""
+    """Divide a text into pieces of PIECE characters. The first piece keeps the text's context."""
     for start in range(0, len(document.text), PIECE):
         piece = document.text[start : start + PIECE]
         if piece.strip():
@@ -94,7 +95,10 @@ def _balanced(domains: Sequence[list[Document]]) -> Iterator[Document]:
 
 
 def conversations() -> list[list[Document]]:
-    """Return the demo's conversations as one domain: the last answer of each, after the rest."""
+    """Return the demo model's conversations as one domain.
+
+    In each conversation the last answer is the text, and everything before it is its context.
+    """
     pieces = DEMO_TEXT.read_text("utf-8").removesuffix("\n").split(SEPARATOR)
     halves = (piece.rpartition(_ANSWER) for piece in pieces)
     return [[Document(after, f"{before}{mark}", "chat") for before, mark, after in halves]]
@@ -114,7 +118,7 @@ class Measured(AbstractContextManager["Measured"]):
         report: Progress,
         note: Callable[[str], None],
     ) -> None:
-        """Read the texts. Raises ConfigError."""
+        """Read the texts, and write a copy of them to `folder`. Raises ConfigError."""
         self.config, self.folder, self.report, self.note = config, folder, report, note
         self._most = source.max_tokens
         domains = conversations() if source.folder is None else read_data(source.folder)
@@ -135,12 +139,12 @@ class Measured(AbstractContextManager["Measured"]):
         self.subject = cache(self._subject)
 
     def __exit__(self, *_: object) -> None:
-        """Delete the copies of the text."""
+        """Delete the copies of the texts."""
         self.text.unlink(missing_ok=True)
         self.spoken.unlink(missing_ok=True)
 
     def basis(self) -> dict[str, Any]:
-        """Return what results depend on, for JSON: the model and the text."""
+        """Return the model and the text that all results depend on, for JSON."""
         size = self.config.model.stat().st_size
         text = f"{', '.join(self.domains)} ({self._digest[:8]})"
         if self._most is not None:
@@ -168,7 +172,7 @@ class Measured(AbstractContextManager["Measured"]):
 
     @cached_property
     def routes(self) -> Sequence[Routes]:
-        """The experts that each token of many short sequences is routed to."""
+        """The experts of every token, for many short sequences of the text."""
         return read_routes(self.subject(ROUTED, SEQUENCE))
 
     @cached_property
@@ -216,7 +220,10 @@ class Measured(AbstractContextManager["Measured"]):
         return found
 
     def timed(self, settings: dict[str, Any], parts: list[Part]) -> Result:
-        """Time prompts and decode steps in a process of their own. Raises ConfigError."""
+        """Run prompts and decode steps in a child process and return their times.
+
+        Raises ConfigError if the run fails.
+        """
         sequences = max(part.sequences for part in parts)
         if sequences:
             settings = {**settings, "sequences": sequences}

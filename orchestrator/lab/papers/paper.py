@@ -33,7 +33,7 @@ _LARGEST_BYTES = 1 << 24
 
 
 class Compared(NamedTuple):
-    """One line of a table or figure: the paper's value, ours, and why they differ."""
+    """One line of a comparison: the paper's value, our value, and why they differ."""
 
     what: str
     paper: str
@@ -43,10 +43,10 @@ class Compared(NamedTuple):
 
 @dataclass(slots=True)
 class Made:
-    """A measured table or figure.
+    """The result of one table or figure.
 
-    `compared` is shown first. `tables` and `panels` hold the details. The panels are drawn in
-    `rows` rows.
+    `compared` are the lines that compare it with the paper. `tables` and `panels` hold the details.
+    The panels are drawn in `rows` rows.
     """
 
     compared: list[Compared]
@@ -56,7 +56,7 @@ class Made:
 
 
 class Unavailable(ConfigError):
-    """This model or text cannot show a table or figure. The message is its reason."""
+    """The model or the text cannot show a table or figure. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Figure:
 
     @property
     def stem(self) -> str:
-        """The name of its files, without an ending."""
+        """The name of the figure's files without an ending, such as table-3."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -84,7 +84,7 @@ class Figure:
 class Paper:
     """A paper: its name in the command, its title, and its tables and figures.
 
-    least_tiers: number of precisions that a model needs for it.
+    least_tiers: the number of precisions that the model's file must have.
     """
 
     name: str
@@ -93,7 +93,10 @@ class Paper:
     least_tiers: int = 2
 
     def chosen(self, only: str | None) -> list[Figure]:
-        """Return the figures in `only`, names between commas, or all. Raises ConfigError."""
+        """Return the tables and figures that `only` names, separated by commas; None for all.
+
+        Raises ConfigError for an unknown name.
+        """
         if only is None:
             return list(self.figures)
         known = {each.name: each for each in self.figures}
@@ -106,7 +109,7 @@ class Paper:
         return [known[name.title()] for name in asked]
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError or GGUFError for a model that the paper cannot be measured on."""
+        """Raise ConfigError or GGUFError if this model does not suit the paper."""
         with ExpertModel.open(config.model, config.low) as model:
             if model.n_layers < 2:
                 raise ConfigError(
@@ -129,11 +132,11 @@ def publish(
     report: Progress,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure what is missing, write it to a folder, and return everything chosen, for JSON.
+    """Measure the chosen tables and figures of a paper, and return their results for JSON.
 
-    Writes one JSON file per table or figure, and its pictures; then NAME.json and NAME.md of all.
-    Raises ConfigError for a model, a text or a folder that cannot be used, and OSError. What was
-    finished before an error stays in the folder.
+    Results that an earlier run left in `folder` are not measured again. Each result is written as a
+    JSON file and pictures as soon as it is finished. NAME.json and NAME.md have all results. Raises
+    ConfigError for a model, a text or a folder that cannot be used, and OSError.
     """
     figures = paper.chosen(only)
     require_matplotlib()
@@ -163,7 +166,11 @@ def publish(
 
 
 def _kept(path: Path, key: str) -> dict[str, Any] | None:
-    """Return a finished table or figure, or None if there is none. Raises ConfigError."""
+    """Return the result of a table or figure from an earlier run, or None if there is no file.
+
+    key: identifies the model and the text. Raises ConfigError if the file is damaged or has another
+    key.
+    """
     if not path.exists():
         return None
     done = read_object(path, _LARGEST_BYTES)
@@ -179,7 +186,10 @@ def _kept(path: Path, key: str) -> dict[str, Any] | None:
 
 
 def _measured(figure: Figure, on: Measured, folder: Path, key: str) -> dict[str, Any]:
-    """Measure a table or figure and write its files. One that cannot be made is not kept."""
+    """Measure a table or figure, and write its JSON file and pictures.
+
+    If the model or text cannot show it, the result says why, and no file is written.
+    """
     start_s = time.monotonic()
     try:
         made, kept = _made(figure, on), True
@@ -212,7 +222,7 @@ def _made(figure: Figure, on: Measured) -> Made:
 
 
 def _compared_markdown(figure: Row) -> str:
-    """Return the comparison of one table or figure. Cells are not aligned: they are too long.
+    """Return the lines that compare one table or figure with the paper, as a Markdown table.
 
     A reason that repeats the one above it is "the same".
     """
@@ -238,7 +248,10 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Format the result of `publish` for a terminal: per line the paper, ours and the reason."""
+    """Format the results of a paper for a terminal.
+
+    Each line of a comparison has the paper's value, our value, and the reason for the difference.
+    """
     parts = [heading(result)]
     for figure in result["figures"]:
         lines, last = [f"{figure['name']}: {figure['about']}"], ""
@@ -252,7 +265,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def compared_markdown(result: dict[str, Any]) -> str:
-    """Format the comparison with the paper in Markdown, without details."""
+    """Format all comparisons of a paper's results in Markdown, without details."""
     return "\n\n".join(
         f"**{figure['name']}**: {figure['about']}\n\n{_compared_markdown(figure)}"
         for figure in result["figures"]
@@ -260,7 +273,7 @@ def compared_markdown(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Format the result of `publish` in Markdown, with all details."""
+    """Format a paper's results in Markdown: the comparisons and all tables."""
     parts = [f"# {heading(result)}"]
     for figure in result["figures"]:
         parts += [f"## {figure['name']}: {figure['about']}", _compared_markdown(figure)]
@@ -270,7 +283,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _plain_markdown(table: Row) -> str:
-    """Format a table that was read back from JSON: its cells are text already."""
+    """Format a table from a JSON file in Markdown. Its cells are text."""
     columns = [Column(name, str(at)) for at, name in enumerate(table["columns"])]
     rows = [{str(at): cell for at, cell in enumerate(row)} for row in table["rows"]]
     return Table(table["title"], columns, rows, list(table["notes"])).markdown()

@@ -43,7 +43,7 @@ Grid = list[list[float]]
 
 
 class Part(NamedTuple):
-    """A row of the comparison of FIRM's parts. `changes` are changes to the options."""
+    """One compared system: its name, policy, settings, and changes to the replay options."""
 
     name: str
     policy: str
@@ -85,10 +85,10 @@ class Played(NamedTuple):
 
 
 def parts(k: int) -> dict[str, list[Part]]:
-    """Return the compared rows by the name of their baseline.
+    """Return the systems that are compared with each of two baselines.
 
-    The first baseline has no prefetch and reads as the store does. The second is that of the paper,
-    with one queue for all reads. K = P = 3 if the model uses at least 3 experts per token.
+    The first baseline has no prefetch and reads as our store does. The second is the paper's, with
+    one queue for all reads. K and P are 3 if the model uses at least 3 experts per token.
     """
     off, whole, rigid = {"prefetch": "off"}, {"wait": WHOLE}, {"link": RIGID}
     dymoe = {"prefetch": "on", "retention": 1.0}
@@ -192,7 +192,7 @@ _PARTS = (
 
 
 def _measured(on: Played, part: Part, expert_bytes: int) -> Row:
-    """Return the metrics of one row."""
+    """Replay the trace with one system and return its metrics."""
     made, outcome = on.play(part.policy, part.settings, expert_ram=expert_bytes, **part.changes)
     stats, phase = outcome.stats, Phase.DECODE
     decoded = on.trace.arrays["step_phase"] == phase
@@ -260,7 +260,11 @@ def measure_votes(on: Played) -> Findings:
 def _tuner(
     on: Played, settings: Mapping[str, Any], every: int | None = None
 ) -> tuple[Tuner, float]:
-    """Return the tuner at the end of the trace, and the fraction of the experts that had slots."""
+    """Replay the trace and return FIRM's tuner at its end.
+
+    The second value is the fraction of the experts that had slots. every: interval of the tuner in
+    steps.
+    """
     made, _ = on.play(FIRM.name, settings, every)
     assert isinstance(made.policy, FIRM)
     return made.policy.tuner, made.slots.total_bytes / made.shape.all_slot_bytes()

@@ -36,10 +36,13 @@ PATIENCE = 2
 
 
 class Losses:
-    """The loss of eq. 11 of every pair (K, P) for each token, summed over the layers of a group."""
+    """Computes the loss of eq. 11 of each token for all K candidates and P voting layers.
+
+    The losses of the layers of a group (shallow, middle, deep) are added.
+    """
 
     def __init__(self, n_layers: int, n_expert: int, k: int, slots: int) -> None:
-        """slots: experts of a layer that the cache holds."""
+        """Start without tokens. k: experts per token. slots: experts that each layer caches."""
         self.n_layers, self.k = n_layers, k
         self.most = min(2 * k, n_expert)
         self._slots = slots
@@ -50,7 +53,7 @@ class Losses:
     def count(
         self, read: Activations, layer_ids: list[int], routers: list[np.ndarray | None]
     ) -> None:
-        """Add the tokens of one text, in order."""
+        """Add the losses of all tokens of one text, in order."""
         votes, used = {}, {}
         for at, (il, router) in enumerate(zip(layer_ids, routers, strict=True)):
             used[at] = top(read[ROUTER_LOGITS, il], self.k).tolist()
@@ -69,7 +72,7 @@ class Losses:
             self._tokens.append(lost)
 
     def _losses(self, layer: int, votes: list[list[int]], used: Sequence[int]) -> np.ndarray:
-        """Return the losses [DEEPEST, most] of one layer and token."""
+        """Return the losses of one layer and token for each P and K, float64 [DEEPEST, most]."""
         absent = [(~mask_of(self._cache[layer]), 1)]
         expert_bits = mask_of(used)
         return np.array(
@@ -88,20 +91,26 @@ class Losses:
             cache.popitem(last=False)
 
     def of(self, group: int) -> np.ndarray:
-        """Return the mean loss per layer of each token and pair, float64 [T, DEEPEST, most]."""
+        """Return the mean loss per layer of one group for each token, P and K.
+
+        float64 [T, DEEPEST, most].
+        """
         n = sum(each == group for each in self._groups[1:])
         found: np.ndarray = np.stack([token[group] for token in self._tokens]) / max(1, n)
         return found
 
     @property
     def groups(self) -> list[int]:
-        """The groups that have a layer which can be predicted."""
+        """The groups that have at least one layer whose experts can be predicted."""
         return sorted(set(self._groups[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The pair that a search chose, and its loss over the smallest of the grid."""
+    """The pair (K, P) that a search method chose.
+
+    ratio: the pair's mean loss over the smallest mean loss of all pairs.
+    """
 
     way: str
     votes: Votes
@@ -109,7 +118,10 @@ class Search:
 
 
 def searches(losses: np.ndarray) -> list[Search]:
-    """Run Algorithm 1 as printed, our climb and a search of the whole grid. losses [T, P, K]."""
+    """Run each search method on the losses of a group: Algorithm 1, our climb, and all pairs.
+
+    losses: float64 [T, P, K].
+    """
     means = losses.mean(axis=0)
     smallest = float(means.min())
 
@@ -130,12 +142,12 @@ def searches(losses: np.ndarray) -> list[Search]:
 
 
 def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
-    """Return the pair that Algorithm 1 chooses, as printed. losses [T, P, K].
+    """Return the pair (K, P) that Algorithm 1 chooses if it is run as the paper prints it.
 
-    axis: 0 starts with K, 1 with P, in steps of `delta`; the paper draws both at random. The
-    history H_g is never cleared, so its mean mixes the pairs visited before. The printed text
-    leaves open where the search starts (here the largest K and P), the bounds (here a step outside
-    them is not taken), and the patience.
+    losses: float64 [T, P, K]. axis: 0 starts with K, 1 with P, in steps of `delta`; the paper draws
+    both at random. The history is never cleared, so its mean mixes all pairs visited before. The
+    paper leaves three choices open. Here the search starts at the largest K and P, a step outside
+    the bounds is not taken, and the patience is PATIENCE.
     """
     n_p, n_k = losses.shape[1:]
     at = [n_k, n_p]
@@ -157,7 +169,7 @@ def as_printed(losses: np.ndarray, axis: int, delta: int) -> Votes:
 
 
 def climbed(losses: np.ndarray) -> Votes:
-    """Return the pair that our form of the climb chooses (`Climb`). losses [T, P, K]."""
+    """Return the pair (K, P) that our hill climbing chooses. losses: float64 [T, P, K]."""
     n_p, n_k = losses.shape[1:]
     climb = Climb(n_k, n_p, PATIENCE)
     for end in range(OUR_STEPS, len(losses) + 1, OUR_STEPS):

@@ -15,7 +15,10 @@ from orchestrator.lab.study.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of one sequence: ids int64 [T, n_layers, k], of n_expert in each layer."""
+    """The experts that the tokens of one sequence use.
+
+    ids: int64 [T, n_layers, k]. n_expert: number of experts of each layer.
+    """
 
     domain: str
     ids: np.ndarray
@@ -33,7 +36,7 @@ class Routes:
 
 
 def read_routes(on: Subject) -> list[Routes]:
-    """Return the routing of each window of a text in the best precision."""
+    """Evaluate each context of a text in the best precision, and return its routing."""
     return [
         Routes(
             window.domain,
@@ -51,7 +54,10 @@ def total_counts(routes: Sequence[Routes]) -> np.ndarray:
 
 
 def _distinct(ids: np.ndarray) -> int:
-    """Return the number of distinct experts, summed over the layers. ids [..., n_layers, k]."""
+    """Return the number of distinct experts in each layer, summed over the layers.
+
+    ids: [..., n_layers, k].
+    """
     layers = ids.shape[-2]
     return sum(len(np.unique(ids[..., layer, :])) for layer in range(layers))
 
@@ -84,10 +90,10 @@ def active_in_prefill(routes: Sequence[Routes], batch: int, length: int, draws: 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How much of a token's experts is used again `lag` tokens later.
+    """The share of a token's experts that the token `lag` positions later uses too.
 
-    kept: the measured share. by_use: its expected value if tokens chose experts independently, each
-    as often as the sequence uses it. uniform: the same for uniform use.
+    kept: the measured share. by_use: the expected share if tokens chose experts independently, with
+    the sequence's frequencies. uniform: the expected share if they chose uniformly.
     """
 
     lag: int
@@ -97,7 +103,10 @@ class Change:
 
 
 def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
-    """Return the change of experts from step to step, means over sequences and layers."""
+    """Return how many experts tokens have in common with later tokens, for each lag.
+
+    The values are means over sequences and layers.
+    """
     n_layers, k = routes[0].ids.shape[1:]
     n_expert = routes[0].n_expert
     by_use = []
@@ -118,9 +127,10 @@ def changes(routes: Sequence[Routes], lags: Sequence[int]) -> list[Change]:
 
 
 def concentration(counts: np.ndarray, share: float) -> float:
-    """Return the part of all uses that the most used `share` of each layer's experts has.
+    """Return the part of all uses that the most used experts of each layer have.
 
-    counts [n_layers, n_expert]. At least one expert is counted.
+    counts: [n_layers, n_expert]. share: the share of a layer's experts that counts as most used, at
+    least one expert.
     """
     n = max(1, round(share * counts.shape[1]))
     best = np.sort(counts, axis=1)[:, ::-1][:, :n]
@@ -128,14 +138,20 @@ def concentration(counts: np.ndarray, share: float) -> float:
 
 
 def sorted_shares(counts: np.ndarray) -> np.ndarray:
-    """Return the shares of use by rank, most used first, mean over layers, float64 [n_expert]."""
+    """Return each expert's share of its layer's uses by rank, the most used first.
+
+    The values are means over the layers, float64 [n_expert].
+    """
     shares = counts / np.maximum(1.0, counts.sum(axis=1, keepdims=True))
     found: np.ndarray = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
     return found
 
 
 def hot_overlap(one: np.ndarray, other: np.ndarray, n_hot: int) -> list[float]:
-    """Return, for each layer, the share of the n_hot most used experts that two texts share."""
+    """Return the share of the most used experts that two texts have in common, for each layer.
+
+    n_hot: number of experts per layer that count as most used.
+    """
     best = (np.argsort(-each, axis=1, kind="stable")[:, :n_hot] for each in (one, other))
     return [len(np.intersect1d(*rows)) / n_hot for rows in zip(*best, strict=True)]
 
@@ -155,10 +171,10 @@ class Load:
 
 
 def loads(trace: Trace, share: float, draws: int = 16) -> list[Load]:
-    """Return the loads in each layer of a trace's prompts whose tokens have importance scores.
+    """Return how often tokens of a trace's prompts use each expert, for each layer.
 
-    share: the share of the tokens that count as heavy hitters. draws: number of random sets of as
-    many tokens, for comparison.
+    Prompts without importance scores are left out. share: the share of the tokens that are heavy
+    hitters. draws: number of random sets of as many tokens, for comparison.
     """
     found, random = [], np.random.default_rng(0)
     for step in trace.steps():
