@@ -331,7 +331,9 @@ class LlamaContext:
             )
         params = api.llama_context_default_params()
         params.n_ctx = n_ctx
-        params.n_batch = params.n_ubatch = n_ubatch
+        params.n_ubatch = n_ubatch
+        # llama.cpp's server core tests each context with a batch of two tokens.
+        params.n_batch = max(2, n_ubatch)
         self.outputs = params.n_outputs_max_per_seq = outputs
         params.n_outputs_max = max(outputs, 1 + sequences)
         if sequences:

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+from answering import answered
+
+from orchestrator.runtime.answering import Answering
+from orchestrator.runtime.runtime import Runtime
 
 from . import conftest
-from .conftest import drawn
+from .conftest import build, drawn
 
 PROMPT = drawn(1100, 3)
 
@@ -40,3 +44,13 @@ def test_the_chosen_micro_batch_is_used(one):
         e.inside.store.set_route(lambda event: seen.append(event.n_tokens), 0)
         e.eval(PROMPT, 0)
         assert max(seen) == 1024
+
+
+def test_answers_are_computed_in_micro_batches_of_one_token(one):
+    """The server core opens a context with a batch of two tokens."""
+    answers = []
+    for n_ubatch in (1, 8):
+        config = build(one, policy="lru", ctx=64, ubatch=n_ubatch)
+        with Runtime.open(config, answering=Answering()) as runtime:
+            answers.append(answered(runtime, PROMPT[:12], 4, ignore_eos=True)["tokens"])
+    assert answers[0] == answers[1] and len(answers[0]) == 4
