@@ -21,7 +21,7 @@ from orchestrator.lab.study.routing import Load, hot_overlap, loads
 from orchestrator.lab.study.study import Findings, share, show_change
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.plan.footprint import model_shape
-from orchestrator.policy.dymoe import DyMoE
+from orchestrator.policy.dymoe import DyMoESettings
 
 WEIGHTS = (
     "KL and perplexity of this model in place of accuracy: the weights of Mixtral-8x7B and "
@@ -32,7 +32,7 @@ SHARES, LENGTHS, STEPS, ROUNDS = (0.25, 0.5, 0.75), (16, 64, 256), 24, 2
 RETENTION = 0.75
 # The length of the prompt whose attention is recorded, and the share of its tokens that are heavy
 # hitters: the policy's default.
-PROMPT, HEAVY = 256, DyMoE.about.Settings().heavy_hitters
+PROMPT, HEAVY = 256, DyMoESettings().heavy_hitters
 
 
 @cache
