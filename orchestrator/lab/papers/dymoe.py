@@ -270,7 +270,6 @@ _LIVE = (
     "live times on this machine's CPU and disk, random access to a file that fits the page cache; "
     "the paper has Mixtral-8x7B, PCIe 3.0 and an RTX 3090"
 )
-_PARTS = ("decode", *(f"prompt {n}" for n in LENGTHS), COLD)
 
 
 def table_3(on: Measured) -> Made:
@@ -278,8 +277,9 @@ def table_3(on: Measured) -> Made:
     rows = timed_rows(on)
     times = {(row["name"], row["cap"], row["part"]): row["ms"] for row in rows}
     names = list(dict.fromkeys(row["name"] for row in rows))
+    parts = ("decode", *(f"prompt {n}" for n in LENGTHS), COLD)
     shown = [
-        {"name": name, "cap": cap} | {part: times[name, cap, part] for part in _PARTS}
+        {"name": name, "cap": cap} | {part: times[name, cap, part] for part in parts}
         for cap in SHARES
         for name in names
     ]

@@ -224,9 +224,6 @@ class Measured(AbstractContextManager["Measured"]):
 
         Raises ConfigError if the run fails.
         """
-        sequences = max(part.sequences for part in parts)
-        if sequences:
-            settings = {**settings, "sequences": sequences}
         job = Job(
             system="engine",
             model=str(self.config.model),
@@ -238,6 +235,7 @@ class Measured(AbstractContextManager["Measured"]):
             parts=parts,
             seed=1,
             text=str(self.spoken),
+            sequences=max(part.sequences for part in parts),
         )
         found = run_child("orchestrator.lab.bench.child", job, _PART_S * len(parts))
         if "error" in found:
