@@ -57,31 +57,35 @@ def table_3(on: Measured) -> Made:
         "available. One loss per expert and width, so the paper's form chooses almost nothing; "
         "ours weights losses by use"
     )
-    compared = []
+    names = {
+        UNIFORM: "equal bits",
+        PAPERS_FORM: "the paper's choice",
+        OURS: "ours",
+        RANDOM: "random hot experts",
+    }
+    compared, panels = [], []
     for bits, (without, chosen) in averages.items():
         kl = {
-            way: [r["kl"][0] for r in rows if _is(r, way, bits, half)]
-            for way in (UNIFORM, PAPERS_FORM, OURS, RANDOM)
+            name: float(np.mean(found_kl))
+            for way, name in names.items()
+            if (found_kl := [row["kl"][0] for row in rows if _is(row, way, bits, half)])
         }
-        here = ", ".join(
-            f"{name} {np.mean(kl[way]):.4f}"
-            for way, name in (
-                (UNIFORM, "equal bits"),
-                (PAPERS_FORM, "the paper's choice"),
-                (OURS, "ours"),
-                (RANDOM, "random hot experts"),
-            )
-            if kl[way]
-        )
+        here = "KL: " + ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
+        if names[UNIFORM] not in kl:
+            here += f"; the file has no tier of {bits:g} bits for equal bits"
+        title = f"{bits:g} bits, half of the experts hot"
         compared.append(
             Compared(
-                f"{bits:g} bits, half of the experts hot",
+                title,
                 f"accuracy {without} without the selector, {chosen} with it; 70.03 in 16 bits",
-                f"KL: {here}" if here else "the file has no tier of so few bits",
+                here if kl else "the file has no tier of so few bits",
                 why,
             )
         )
-    return Made(compared, found.tables, found.panels)
+        bars = [Line("", range(len(kl)), exact(list(kl.values())))]
+        label = f"KL from {on.subject().best}, nats"
+        panels.append(Panel("", label, bars, title, bars=True, ticks=[*kl]))
+    return Made(compared, found.tables, panels)
 
 
 def _is(row: Row, way: str, bits: float, hot: int) -> bool:
