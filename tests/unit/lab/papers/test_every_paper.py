@@ -22,7 +22,14 @@ SMALL = {
         **{"PROMPTS": (4, 8), "ANSWERS": (8, 16)},
     },
     context: {"PROMPT": 8, "ANSWER": 40, "LAGS": (1, 4)},
-    dymoe: {"SHARES": (0.5, 0.75), "LENGTHS": (4, 8), "STEPS": 8, "ROUNDS": 1, "PROMPT": 32},
+    dymoe: {
+        "SHARES": (0.5, 0.75),
+        "LENGTHS": (4, 8),
+        "STEPS": 8,
+        "ROUNDS": 1,
+        "PROMPT": 32,
+        "FEW": 96,
+    },
     dynaexq: {
         **{"BATCHES": (1, 2), "PROMPT": 8, "STEPS": 4, "ROUNDS": 1, "LENGTHS": (4, 8, 16)},
         **{"TIMES": 2, "HELD": 0.6},
