@@ -38,6 +38,8 @@ from orchestrator.lab.study.study import share, show_change
 from orchestrator.lab.table import Column, Row, Table, fixed
 from orchestrator.policy.firm import FIRM, RANK
 
+# Tokens of Table 4 and Figure 3, which have many passes. Half of them choose the experts.
+TOKENS = 1024
 BATCHES = (1, 2, 4, 8, 16, 32)
 # Tokens of each sequence's prompt and decode steps of a batch; prompts of Figures 1 and 10, and how
 # often each is read; rounds in which the systems take turns.
@@ -118,7 +120,7 @@ def table_2(on: Measured) -> Made:
 
 def table_4(on: Measured) -> Made:
     """Make Table 4: the quality of a hot set, of low precision alone and of uniform types."""
-    subject = on.subject()
+    subject = on.subject(TOKENS)
     found, equal = HotMemory().measure(subject), EqualMemory().measure(subject)
     rows = [row for row in found.tables[0].rows if row["configuration"] == STARTED]
     quarter = next(row for row in rows)
@@ -242,7 +244,7 @@ def figure_2(on: Measured) -> Made:
 
 def figure_3(on: Measured) -> Made:
     """Make Figure 3: the quality loss by the number of low experts, the coldest first."""
-    found = Demotion().measure(on.subject())
+    found = Demotion().measure(on.subject(TOKENS))
     rows = found.tables[0].rows
     half = on.subject().n_expert // 2
     mine = {row["order"]: row for row in rows if row["demoted"] == half}

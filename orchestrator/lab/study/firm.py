@@ -116,9 +116,9 @@ def parts(k: int) -> dict[str, list[Part]]:
     }
 
 
-def expert_bytes(trace: Trace) -> int:
-    """Return the bytes of all experts in the trace's high precision."""
-    tier = trace.tier_index(trace.header.in_use[0])
+def expert_bytes(trace: Trace, name: str | None = None) -> int:
+    """Return the bytes of all experts in a tier, by default the trace's high precision."""
+    tier = trace.tier_index(name or trace.header.in_use[0])
     return trace.n_expert * sum(
         each.expert_bytes
         for layer in trace.slices
@@ -127,15 +127,16 @@ def expert_bytes(trace: Trace) -> int:
     )
 
 
-def on_link(trace: Trace, reads: float) -> ReplayOptions:
+def on_link(trace: Trace, reads: float, tier: str | None = None) -> ReplayOptions:
     """Return replay options with a link speed relative to the recorded computing time.
 
-    Reading all experts of a token takes `reads` times as long as computing the token. So ratios of
-    speeds do not depend on the load of the machine.
+    Reading all experts of a token in a tier takes `reads` times as long as computing the token. So
+    ratios of speeds do not depend on the load of the machine. The default of `tier` is the trace's
+    high precision.
     """
     decoded = trace.arrays["step_phase"] == Phase.DECODE
     compute_s = float(np.median(trace.compute_ms[decoded])) / 1000
-    token_bytes = expert_bytes(trace) * trace.n_expert_used / trace.n_expert
+    token_bytes = expert_bytes(trace, tier) * trace.n_expert_used / trace.n_expert
     return ReplayOptions(bandwidth=int(token_bytes / (reads * compute_s)), latency_us=0)
 
 

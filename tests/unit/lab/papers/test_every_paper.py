@@ -29,10 +29,11 @@ SMALL = {
         "ROUNDS": 1,
         "PROMPT": 32,
         "FEW": 96,
+        "ANSWER": 16,
     },
     dynaexq: {
         **{"BATCHES": (1, 2), "PROMPT": 8, "STEPS": 4, "ROUNDS": 1, "LENGTHS": (4, 8, 16)},
-        **{"TIMES": 2, "HELD": 0.6},
+        **{"TIMES": 2, "HELD": 0.6, "TOKENS": 96},
     },
 }
 
