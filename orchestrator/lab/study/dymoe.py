@@ -224,7 +224,7 @@ AHEAD, OFTEN = "next layer's router", "most used"
 WAYS = {
     OUTPUT: "after the layer",
     FFN_INPUT: "before the experts",
-    AHEAD: "x as it is",
+    AHEAD: "by its router, from the layer before",
     OFTEN: "most used experts",
 }
 
@@ -271,13 +271,13 @@ class Similarity(Study):
                 f"Experts of a layer predicted from the one before (eq. 6): {on.basis}",
                 (
                     Column("layer", "layer"),
-                    Column("recall, x as it is", AHEAD, share_with_error),
+                    Column("recall by the router", AHEAD, share_with_error),
                     Column("recall, most used", OFTEN, share_with_error),
                     Column("recall, random", lambda row: [row["random"], None], share_with_error),
                 ),
                 ahead,
                 [
-                    "x as it is: the router of the layer applied to the router input of the layer "
+                    "By the router: the layer's router is applied to the router input of the layer "
                     "before. Most used: always the experts that this text uses most in the layer."
                 ],
                 [{"layer": "mean", "random": chance, **overall}],
