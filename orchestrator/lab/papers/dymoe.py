@@ -209,7 +209,16 @@ def figure_5(on: Measured) -> Made:
             f"{len(kl)} layers, the paper's Mixtral has 32",
         ),
     ]
-    return Made(compared, found.tables, found.panels)
+    subject = on.subject()
+    panel = Panel(
+        f"the layer in {subject.low}",
+        f"KL from {subject.best}, nats",
+        [Line("", range(len(kl)), [row["kl"] for row in found.tables[0].rows])],
+        subject.basis,
+        bars=True,
+        ticks=subject.layer_ids,
+    )
+    return Made(compared, found.tables, [panel, *found.panels])
 
 
 def figure_6(on: Measured) -> Made:
