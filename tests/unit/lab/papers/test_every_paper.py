@@ -33,7 +33,7 @@ SMALL = {
     },
     dynaexq: {
         **{"BATCHES": (1, 2), "PROMPT": 8, "STEPS": 4, "ROUNDS": 1, "LENGTHS": (4, 8, 16)},
-        **{"TIMES": 2, "HELD": 0.6, "TOKENS": 96},
+        **{"TIMES": 2, "HELD": 0.6},
     },
 }
 
