@@ -418,7 +418,7 @@ def halves(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
             named = f"the domain '{domain}'" if domain else "the text"
             raise ConfigError(
                 f"{named} has only one window, but a study needs one for hotness and one to score: "
-                f"increase --max-tokens or decrease --window"
+                f"use more text of this kind, or more tokens of the text"
             )
         # the last window is always scored, the first one never
         first = window is not most[domain] and (
