@@ -86,7 +86,10 @@ def policies_block():
 
 
 def paper_block(name):
-    """What a paper's command found: docs/papers/NAME.json, as the command wrote it."""
+    """Return the comparisons of a paper from docs/papers/NAME.json.
+
+    The file is the one that `moe-edge paper` writes, without the details of each table.
+    """
     from orchestrator.lab.papers.paper import compared_markdown, heading
 
     path = REPO / "docs" / "papers" / f"{name}.json"

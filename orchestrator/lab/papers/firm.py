@@ -77,7 +77,7 @@ def table_1(on: Measured) -> Made:
     }
     compared = [
         Compared(
-            f"{name}: speed over the paper's baseline",
+            f"{name}, speed over the paper's baseline",
             said,
             f"{_by_share(table.rows, name, 'speedup')}; on a link {SLOW / FAST:g} times as fast "
             f"{_by_share(other.rows, name, 'speedup')}",
