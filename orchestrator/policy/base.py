@@ -299,7 +299,7 @@ class Policy:
     | update_settings | replaces the settings between two tokens. Default: stores the new settings |
     | report | returns figures about the policy's work. Default: empty |
     | describe | returns a phrase for the status line. Default: the text of the placement |
-    | recall, learned | optional: read and return the knowledge that lives across runs. Default: none |
+    | recall, learned | optional: knowledge that lives across runs. Default: none |
     | save_sequence, restore_sequence | optional: the state of one sequence. Default: none |
 
     A policy is made from a placement and shares its attributes shape, settings, rules and wants.
