@@ -132,7 +132,9 @@ class Policies(MutableMapping[str, type[Policy]]):
         taken = known.get(name)
         if name in self._reserved or (taken is not None and reference(taken) != where):
             owner = "moe-edge" if taken is None or name in self.own else reference(taken)
-            return f"the policy {where} has the name {name}, which {owner} uses: choose another name"
+            return (
+                f"the policy {where} has the name {name}, which {owner} uses: choose another name"
+            )
         others = [each for other, each in known.items() if other != name]
         for setting, declared in policy.Settings.declared().items():
             if setting in RESERVED:
