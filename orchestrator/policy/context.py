@@ -56,13 +56,14 @@ _MAGIC = b"moe-edge use 1\n"
 
 
 class SequenceUse:
-    """Expert usage of the sequences in memory.
+    """Counts how often the tokens of each sequence in memory use each expert.
 
-    `past` is the usage of finished sequences, float64 [n_layers, n_expert].
+    `past` has the counts of sequences that ended, float64 [n_layers, n_expert].
 
-    A prompt token counts for its own sequence. The counts of a decode step are known only for all
-    its tokens together, so they are divided equally among the sequences in memory: their sum is
-    exact, and with a single sequence so is its count. Answers have no gate sums.
+    A prompt token counts for its own sequence. For a decode step, only the total counts of all its
+    tokens are known. They are divided equally among the sequences in memory, so the sum over the
+    sequences is exact. For prompts, the routing weights (gates) of each expert are added up as
+    well.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -79,17 +80,23 @@ class SequenceUse:
 
     @property
     def sums(self) -> np.ndarray:
-        """P and W of all sequences in memory, float64 [2, n_layers, n_expert]."""
+        """The use of each expert by all sequences in memory, float64 [2, n_layers, n_expert].
+
+        The first row has the number of uses, and the second row has the sums of routing weights.
+        """
         total: np.ndarray = np.sum([self._none(), *self._of.values()], axis=0)
         return total
 
     def count(
         self, step: int, layer: int, ids: np.ndarray, gates: np.ndarray, sequences: np.ndarray
     ) -> None:
-        """Count the tokens of one layer in a step.
+        """Count which experts the tokens of a step use in one layer.
 
-        ids, gates: chosen experts and their weights, [T, k]. sequences: the sequence of each token,
-        [T]. Counts of an earlier step that failed are dropped.
+        The counts become part of a sequence's use when `step_done` reports that the step succeeded.
+        Counts of an earlier step that failed are dropped.
+
+        - ids, gates: the chosen experts and their routing weights, [T, k] for T tokens.
+        - sequences: the sequence of each token, [T].
         """
         if step != self._step:
             self._step = step
@@ -102,7 +109,10 @@ class SequenceUse:
             use[1, layer] += np.bincount(chosen, gates[mine].ravel(), n)
 
     def step_done(self, report: StepReport) -> None:
-        """Add the counts of a successful step, after sequences ended and began."""
+        """Add the counts of a successful step to its sequences.
+
+        Before that, sequences that ended are moved to `past`, and new sequences are added.
+        """
         for sequence in {*report.ends, *report.starts} - self._given:
             if (over := self._of.pop(sequence, None)) is not None:
                 self.past += over[0]
@@ -120,14 +130,14 @@ class SequenceUse:
             self.past += report.counts
 
     def save(self, sequence: int) -> bytes | None:
-        """Return the usage of one sequence as bytes; None if it is not in memory."""
+        """Return one sequence's use of experts as bytes, or None if it is not in memory."""
         use = self._of.get(sequence)
         return None if use is None else _MAGIC + use.astype("<f8").tobytes()
 
     def restore(self, sequence: int, state: bytes) -> None:
-        """Replace the usage of a sequence by saved usage.
+        """Replace one sequence's use of experts by the bytes that `save` returned.
 
-        Raises PolicyError for bytes that save did not write for this model.
+        Raises PolicyError if the bytes are damaged or were saved for another model.
         """
         body, none = state[len(_MAGIC) :], self._none()
         written = state.startswith(_MAGIC) and len(body) == 8 * none.size
@@ -191,10 +201,12 @@ _LEARNED_TOKENS = 1024
 
 
 class NearTiers(NamedTuple):
-    """The tiers of experts that are not hot, best first.
+    """The lower precisions (tiers) in which the less important experts are stored, best first.
 
-    tiers: tier numbers. names: tier names. bits: nominal bits per weight. stored: actual bits per
-    weight, empty if unknown.
+    - tiers: the tier numbers.
+    - names: the tier names.
+    - bits: the bits per weight that the names say, such as 4 for q4_k.
+    - stored: the actual bits per weight; empty if unknown.
     """
 
     tiers: list[int]
@@ -204,7 +216,10 @@ class NearTiers(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: ContextSettings) -> NearTiers:
-        """Return the near tiers for the settings. Raises PolicyError as near_tiers does."""
+        """Return the lower tiers to use for a model with these settings.
+
+        Raises PolicyError if the settings name a tier that the model lacks, or too many tiers.
+        """
         tiers = near_tiers(shape.tiers, settings.near_tiers)
         names = [shape.tiers[tier] for tier in tiers]
         stored = [shape.bits[tier] for tier in tiers] if shape.bits else []
@@ -212,7 +227,11 @@ class NearTiers(NamedTuple):
 
 
 def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
-    """Return whether near tiers are in host memory of a GPU system, as options to try in turn."""
+    """Return in which order to try where experts in lower tiers are stored.
+
+    An entry is True for host memory and False for the GPU's memory. A system without a GPU has the
+    single entry False.
+    """
     asked = settings.near_place
     if not shape.host_slots or asked == DEVICE:
         return [False]
@@ -220,9 +239,11 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
 
 
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
-    """Return how many of n_cold experts of a layer get each near tier if all have the same losses.
+    """Return how many experts of a layer each lower tier gets if all experts lose equally.
 
-    Raises PolicyError if near_bits is less than the smallest tier needs.
+    n_cold experts of the layer are divided among the tiers in `near`. The settings limit their mean
+    number of bits (near_bits). Raises PolicyError if near_bits is less than the smallest tier
+    needs.
     """
     bits = near.bits
     if settings.near_bits < bits[-1]:
@@ -243,10 +264,13 @@ def pools_of(
     shares_slots: bool,
     on_host: bool,
 ) -> TierPools:
-    """Return slots for n_hot experts of each layer in tier 0, and for others in the near tiers.
+    """Return slots for n_hot experts of each layer in tier 0 and for the others in lower tiers.
 
-    `counts` says how many experts each near tier has. on_host: near experts are in host memory and
-    computed by the host's threads, next to a GPU.
+    - near: the lower tiers (near tiers).
+    - counts: the number of experts per layer in each of them.
+    - shares_slots: whether each slot for a lower tier can hold any of these tiers.
+    - on_host: whether a system with a GPU keeps the experts in lower tiers in host memory, where
+      CPU threads compute them.
     """
     unused = set(range(1, len(shape.tiers))) - set(near.tiers)
     groups: list[tuple[tuple[int, ...], int]] = [((tier,), 0) for tier in sorted(unused)]
@@ -263,17 +287,25 @@ def pools_of(
 
 
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
-    """Return the usage that earlier runs learned, as uses of _LEARNED_TOKENS tokens."""
+    """Convert the expert usage that earlier runs learned to a number of uses.
+
+    The result has as many uses as _LEARNED_TOKENS tokens make. Its proportions are those of
+    `learned`.
+    """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlacement(Placement):
-    """A placement with K hot experts per layer.
+    """The expert slots of the policy `context`, with K hot experts per layer in the best tier.
 
-    n_hot: K, the experts of each layer in tier 0. near_counts: experts in each near tier.
-    shares_slots: near tiers share slots, so their counts follow the conversation. on_host: near
-    tiers are in host memory next to a GPU. hotness: usage in earlier runs.
+    - near: the lower precisions (near tiers) of the other experts.
+    - n_hot: K.
+    - near_counts: the number of experts per layer in each near tier.
+    - shares_slots: whether near tiers share slots, so that their counts follow the conversation.
+    - pools: the slots, grouped by size.
+    - on_host: whether a system with a GPU keeps the near tiers in host memory.
+    - hotness: the fraction of tokens that used each expert in earlier runs, or None.
     """
 
     near: NearTiers
@@ -287,11 +319,13 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance and the tier of each expert, both [n_layers, n_expert].
+        """Return the importance and the tier of each expert for given use of the experts.
 
-        The importance is float64, the tier uint8.
+        The importance is float64 and the tier is uint8, both [n_layers, n_expert].
 
-        counts, gates: use by the conversation. before: uses before it.
+        - counts, gates: the conversation's uses of each expert, and the sums of its routing
+          weights.
+        - before: the uses before this conversation.
         """
         settings, near = self.settings, self.near
         scores = importance(counts, gates, before, settings, self.shape.n_expert_used)
@@ -304,7 +338,11 @@ class ContextPlacement(Placement):
         return scores, tiers
 
     def first(self, hotness: np.ndarray | None = None) -> Sequence[Transition]:
-        """Return a transition of every expert to its tier according to the hotness alone."""
+        """Return a transition of every expert to the tier that its use in earlier runs implies.
+
+        hotness: the fraction of tokens that use each expert. If given, it replaces the use in
+        earlier runs.
+        """
         none = np.zeros((self.shape.n_layers, self.shape.n_expert))
         known = self.hotness if hotness is None else hotness
         before = none if known is None else as_uses(known, self.shape.n_expert_used)
@@ -328,24 +366,26 @@ class ContextPlacement(Placement):
 
 
 class ContextAware(Policy):
-    """Keep the K most important experts of each layer in tier 0 and the others in near tiers.
+    """Keeps the K most important experts of each layer in tier 0 and the others in lower tiers.
 
-    All of them are resident. Their importance follows from their use by the conversation.
+    All experts are resident. The importance of an expert follows from its use by the conversation.
 
-    In prefill, each layer adds P, the uses of each expert, and W, its routing weights. The last
-    layer computes only one token of a prompt, so the predictions of the layer before, which sees
-    all tokens, are counted instead. Tokens of an answer count in P alone. `SequenceUse` says which
-    sequences are summed. The usage of finished sequences becomes part of the profile.
+    In prefill, each layer counts the uses of each expert and adds up the routing weights. The last
+    layer computes only one token of a prompt. For this layer, the predictions of the layer before
+    it are counted instead, because they exist for all tokens. For tokens of an answer, only uses
+    are counted. The use of sequences that ended becomes part of the profile of earlier runs.
 
-    After a prompt, `importance` and `place` choose each expert's tier. Experts move in the
-    background, at step boundaries, moves to lower tiers first, then the most important ones. No
-    token waits, except the first token of an answer if that is requested (`placement` wait).
+    After a prompt, the tier of each expert is chosen. Experts then change their tier in the
+    background, between steps. Changes to lower tiers come first, then those of the most important
+    experts. Tokens do not wait for the changes. With the setting `placement` wait, the first token
+    of an answer waits.
 
-    If near tiers share slots, the prefix split of section 4.2 chooses the number of experts per
-    near tier for each layer and sequence. If each has its own slots, the numbers are fixed: those
-    of the split for experts with equal losses, whose importance falls as 1/rank (`near_weights`
-    importance) or is uniform (plain). With two near tiers, the bit budget determines both numbers,
-    so separate slots are as good and take less memory.
+    If the lower (near) tiers share slots, the prefix split of section 4.2 chooses the number of
+    experts per tier for each layer and sequence. If each near tier has its own slots, the numbers
+    are fixed. They are those of the prefix split for experts with equal losses. The importance of
+    the experts is assumed to fall as 1/rank (`near_weights` importance) or to be uniform (plain).
+    With two near tiers, the bit budget determines both numbers, so separate slots are as good and
+    take less memory.
     """
 
     about = About(
@@ -375,12 +415,13 @@ class ContextAware(Policy):
         budget_bytes: int,
         history: History,
     ) -> ContextPlacement:
-        """Place every expert in a near tier, and K of each layer in the best tier instead.
+        """Divide a memory budget into slots: K experts per layer get tier 0, others lower tiers.
 
-        K is as many as fit, or hot_experts.
+        K is the setting hot_experts, or the largest number that fits.
 
-        Raises PolicyError if the model has no second tier in use, for near tiers that it lacks or
-        that are too many, and for shared slots in device memory.
+        Raises PolicyError if the model has no second tier or not the tiers that the settings name.
+        Also raises PolicyError if the settings name too many tiers, or slots that tiers share in a
+        GPU's memory.
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
@@ -435,7 +476,7 @@ class ContextAware(Policy):
         self._moved = self._steps = 0
 
     def learned(self) -> Learned:
-        """Return the share of tokens that use each expert, in earlier runs and this one."""
+        """Return the fraction of tokens that used each expert, in earlier runs and in this run."""
         used = self.use.past + self.use.sums[0]
         if not used.any():
             return Learned(hotness=np.array(self._learned))
@@ -443,7 +484,7 @@ class ContextAware(Policy):
         return Learned(hotness=frequency)
 
     def _before(self) -> np.ndarray:
-        """Return the usage that earlier runs learned, in uses."""
+        """Return the expert usage that earlier runs learned, as a number of uses."""
         return as_uses(self._learned, self.shape.n_expert_used)
 
     def recall(self, hotness: np.ndarray) -> None:
@@ -453,9 +494,10 @@ class ContextAware(Policy):
         return self.use.save(sequence)
 
     def restore_sequence(self, sequence: int, state: bytes) -> None:
-        """Restore a sequence's usage.
+        """Restore the expert use of a sequence from the bytes that save_sequence returned.
 
-        Its experts are placed again after the next tokens, as after a prompt.
+        The tiers of experts are chosen again after the next tokens of the sequence, as after a
+        prompt.
         """
         self.use.restore(sequence, state)
         self._placed = False
@@ -463,9 +505,14 @@ class ContextAware(Policy):
     def warm(
         self, resident: np.ndarray | None = None, target: np.ndarray | None = None
     ) -> Sequence[Transition] | None:
-        """Return the transitions of every expert to its tier.
+        """Return the transitions of experts to their wanted tiers.
 
-        The tiers follow from the profile or, before an answer, from the conversation.
+        At the start of a run, all experts are moved according to earlier runs. Before an answer,
+        experts for which slots are free are moved according to the conversation. Return None if
+        answers do not wait.
+
+        resident, target: the tiers of experts in memory and after their transitions. None at the
+        start of a run.
         """
         if resident is None or target is None:
             wanted = self._latest = self._place()
@@ -476,14 +523,14 @@ class ContextAware(Policy):
         return self._moves(resident, target)
 
     def _place(self) -> np.ndarray:
-        """Return the tier of each expert by the usage known now, uint8 [n_layers, n_expert]."""
+        """Return the tier that each expert should have by its use, uint8 [n_layers, n_expert]."""
         use = self.use
         counts, gates = use.sums
         self._scores, tiers = self.placement.of_use(counts, gates, self._before() + use.past)
         return tiers
 
     def decide(self, event: RouteEvent, view: StoreView, out: DecisionBuffer) -> None:
-        """Use each expert in its resident tier, and count the uses of the layer's tokens."""
+        """Request each expert in the tier in which it is resident, and count the tokens' uses."""
         step, layer, last = event.step, event.layer, self.shape.n_layers - 1
         out.tier_array[:] = served(self.wants.default_tier, view.resident_array[layer])
         of = event.sequences_array
@@ -496,10 +543,10 @@ class ContextAware(Policy):
             self.use.count(step, last, event.ahead_ids_array[0], gates, of)
 
     def on_step(self, report: StepReport) -> Sequence[Transition]:
-        """Count the step, and return the moves for which slots are free now.
+        """Count a finished step, and return the transitions for which slots are free now.
 
-        Experts are placed after the first decode step, because a prompt in several parts has prompt
-        ends in each of them.
+        New tiers are chosen after the first decode step that follows a prompt. They are not chosen
+        after a prefill step, because a prompt may take several of these.
         """
         if report.counts is None or report.resident is None or report.target is None:
             return ()
@@ -512,7 +559,7 @@ class ContextAware(Policy):
         return self._moves(report.resident, report.target)
 
     def _place_anew(self) -> None:
-        """Choose tiers once after each prompt."""
+        """Choose the tier of each expert again if a prompt was read since the last choice."""
         if self._placed:
             return
         self._wanted = self._latest = self._place()
@@ -521,7 +568,10 @@ class ContextAware(Policy):
         self._steps = 0
 
     def _moves(self, resident: np.ndarray, target: np.ndarray) -> list[Transition]:
-        """Return the possible moves towards the latest placement, most important experts first."""
+        """Return the transitions of experts to their chosen tiers for which slots are free now.
+
+        Transitions to lower tiers come first, then those of the most important experts.
+        """
         wanted = self._wanted
         if wanted is None:
             return []
@@ -533,10 +583,14 @@ class ContextAware(Policy):
         return moves
 
     def report(self) -> Mapping[str, Any]:
-        """Figures since the runtime started.
+        """Return figures about the policy's work since the runtime started.
 
-        placements, and moves for them; decode steps that the latest placement took; hot and near
-        experts of a layer by tier, on average; the bits of near experts, nominal and as stored.
+        - placements: how often tiers were chosen; moves: the number of transitions for them.
+        - steps: the decode steps that the transitions of the latest choice took.
+        - hot_per_layer, near_per_layer: the mean number of experts of a layer in the best tier and
+          in each lower (near) tier.
+        - near_bits, near_bits_stored: the mean bits per weight of experts in lower tiers, by the
+          names of the tiers and as stored.
         """
         latest, placement, names = self._latest, self.placement, self._near.names
         near = [float(n) for n in placement.near_counts]
