@@ -13,7 +13,7 @@ USUAL_RATE = 128 << 20  # bytes a second
 
 @dataclass(frozen=True)
 class Background(Settings):
-    """Settings of policies that exchange tiers of experts during decoding by their usage."""
+    """Settings of policies that change the tiers of experts in the background during decoding."""
 
     profile: Path | None = setting(
         None,
@@ -32,9 +32,9 @@ class Background(Settings):
 
 @dataclass(frozen=True)
 class Shared(Settings):
-    """Settings of otherwise unrelated policies.
+    """Declarations of settings that several unrelated policies have.
 
-    Each policy takes the ones it needs with `inherit`.
+    Each of these policies copies the declarations that it needs with `inherit`.
     """
 
     hot_experts: int | None = setting(
