@@ -96,7 +96,7 @@ class Sampling(Settings):
 
     typical_p: float | None = setting(
         None,
-        "Locally typical sampling; 1 turns it off.",
+        "Probability mass of locally typical sampling; 1 turns it off.",
         metavar="P",
         within=(0.0, 1.0),
         shown="llama.cpp's",
@@ -123,7 +123,7 @@ class Sampling(Settings):
     )
     repeat_last_n: int | None = setting(
         None,
-        "Number of latest tokens that the penalties on repetition look at.",
+        "Number of latest tokens in which repeated tokens are penalized.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -177,7 +177,7 @@ class Sampling(Settings):
     )
     dry_penalty_last_n: int | None = setting(
         None,
-        "Number of latest tokens that DRY looks at.",
+        "Number of latest tokens in which DRY searches repeated phrases.",
         metavar="N",
         within=(0, 16777216),
         shown="llama.cpp's",
@@ -326,15 +326,15 @@ class Config(Settings):
     )
     low_tier: str | None = setting(
         None,
-        "Lower precision, such as q2_k. It is for less important experts; "
-        f"{SKIP_TIER} leaves these out.",
+        "Lower precision, such as q2_k. It is for less important experts. "
+        f"{SKIP_TIER} means that these experts are not computed.",
         metavar="NAME",
         shown="by policy",
         group=PRECISION,
     )
     renormalize: bool = setting(
         False,
-        f"With --low-tier {SKIP_TIER}: scale up the weights of the other experts.",
+        f"With --low-tier {SKIP_TIER}: scale up the weights of the experts that are not skipped.",
         group=MORE,
     )
     ctx: int | None = setting(
@@ -414,7 +414,7 @@ class Config(Settings):
     )
     cache_ram: int | None = setting(
         None,
-        "Memory for the KV cache of earlier prompts, within --ram; 0 for none.",
+        "Memory for the KV cache of earlier prompts. It is part of --ram; 0 for none.",
         unit=RATE,
         metavar="SIZE",
         shown="by memory",
@@ -452,19 +452,21 @@ class Config(Settings):
     )
     importance: str = setting(
         "window",
-        "Source of the importance of a prompt's tokens: the attention of its last queries "
-        "(window), of all queries (exact, without flash attention), or the same for every token "
-        "(load).",
+        "How the importance of a prompt's tokens is computed: from the attention of its last "
+        "queries (window), or of all queries (exact, without flash attention). With load, all "
+        "tokens are equally important.",
         choices=("window", "exact", "load"),
         option=False,
     )
     importance_window: int = setting(
-        32, "Number of queries for importance=window.", within=(1, 65536), option=False
+        32, "Number of last queries for importance=window.", within=(1, 65536), option=False
     )
-    direct_io: bool = setting(True, "Read around the page cache.", option=False)
+    direct_io: bool = setting(
+        True, "Read experts with direct I/O, without the page cache.", option=False
+    )
     use_extra_bufts: bool | None = setting(
         None,
-        "Repack dense weights for this CPU.",
+        "Change the layout of weights outside the experts so that this CPU computes faster.",
         shown="if the experts are repacked, and with --policy plain",
         option=False,
     )
@@ -477,7 +479,7 @@ class Config(Settings):
     )
     use_mmap: bool | None = setting(
         None,
-        "Map the weights with --policy plain; they may then exceed memory.",
+        "With --policy plain: map the file into memory, so that weights may exceed memory.",
         shown="if the file has one precision and --ram is not given",
         option=False,
     )
@@ -491,14 +493,15 @@ class Config(Settings):
     )
     # Settings of measurements and studies.
     force_managed: bool = setting(
-        False, "Manage experts in the store even if everything fits.", option=False
+        False, "Use the expert store even if all experts fit in memory.", option=False
     )
     logits_all: bool = setting(
         False, "Allocate logits for every token of a batch, for evaluation.", option=False
     )
     exact_tiers: bool = setting(
         False,
-        "Compute a low request in low even if a high copy is in memory, to measure quality.",
+        "Compute an expert in the low precision, if requested, even if a high copy is in memory. "
+        "This serves to measure quality.",
         option=False,
     )
     io_threads: int = setting(4, "Threads that read experts.", within=(1, 64), option=False)
@@ -526,7 +529,7 @@ class Config(Settings):
             if isinstance(value, str) and Path in known[key].kinds:
                 settings[key] = Path(value)
         if settings.get("model") is None:
-            raise ConfigError("the setting 'model' is missing")
+            raise ConfigError("the setting 'model' is missing: give a GGUF file or hf:OWNER/NAME")
         if settings.get("exact"):
             settings |= _exact(settings)
         given = {k: v for k, v in settings.items() if k in others and v is not None}
@@ -643,7 +646,7 @@ def _exact(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     if settings.get("layout") == "cpu" or settings.get("use_extra_bufts"):
         raise ConfigError(
-            "--exact keeps all weights as they are in the file, and --layout cpu does not: leave "
-            "one of the two out"
+            "--exact keeps all weights as they are in the file, and --layout cpu changes them: "
+            "leave one of the two options out"
         )
     return {"layout": "file", "use_extra_bufts": False}

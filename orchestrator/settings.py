@@ -127,7 +127,9 @@ class Setting:
                 upper = f" to {high}" if high != math.inf else " or more"
                 raise SettingError(self.name, f"must be {low}{upper}, not {value}")
         if self.repeated and not all(isinstance(each, str) and each for each in value):
-            raise SettingError(self.name, f"must be texts that are not empty, not {value!r}")
+            raise SettingError(
+                self.name, f"must be a sequence of texts that are not empty, not {value!r}"
+            )
         if self.choices and value not in self.choices:
             words = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
             raise SettingError(self.name, f"must be {words}, not '{value}'")

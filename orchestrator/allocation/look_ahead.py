@@ -26,12 +26,16 @@ class LookAhead(Settings):
 
     prefetch: str = setting(
         AUTO,
-        "Prefetch experts: on, off, or auto (while that is faster).",
+        "Prefetch the experts that are predicted for the next layers: on, off, or auto (while that "
+        "is faster).",
         metavar="WHEN",
         choices=PREFETCHES,
     )
     n_ahead: int | None = setting(
-        None, "How many layers ahead experts are predicted.", within=(0, 4), shown="by policy"
+        None,
+        "For how many of the following layers experts are predicted.",
+        within=(0, 4),
+        shown="by policy",
     )
 
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
@@ -45,12 +49,13 @@ class LookAhead(Settings):
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, not {n_ahead}: record it with a "
-                f"policy that looks ahead"
+                f"the trace predicts experts {depth} layers ahead, not {n_ahead}: record it with a "
+                f"policy that predicts them {n_ahead} layers ahead"
             )
         if "prefetch" in asked and self.prefetch == ON and depth == 0:
             raise ConfigError(
-                "--prefetch on: the trace does not look ahead, record it with a policy that does"
+                "--prefetch on needs a trace with predicted experts: record it with a policy that "
+                "prefetches"
             )
         return replace(self, n_ahead=min(n_ahead, depth))
 

@@ -30,23 +30,25 @@ class PlacementSettings(Settings):
 
     near_bits: float = setting(
         3.0,
-        "Mean nominal bits of the experts of a layer that are not hot, such as 3 or 2.5.",
+        "Mean bits per weight of a layer's experts in lower precisions, such as 3 or 2.5. q4_k "
+        "counts as 4 bits.",
         within=(1.0, 32.0),
     )
     near_weights: str = setting(
         IMPORTANCE,
-        "How bits are distributed: importance (by losses weighted with each expert's usage) or "
-        "plain (by losses alone, as in the paper).",
+        "How the bits are divided among experts: by their losses weighted with their usage "
+        "(importance), or by their losses alone, as in the paper (plain).",
         choices=(IMPORTANCE, PLAIN),
     )
     importance_mix: float = setting(
         0.5,
-        "Share of activation counts in an expert's importance (alpha); the rest is gate sums.",
+        "Share of the number of uses in an expert's importance (alpha). The rest is its sum of "
+        "gate weights.",
         within=(0.0, 1.0),
     )
     prior_tokens: float = setting(
         64.0,
-        "Weight of the profile of earlier runs, in prompt tokens; 0 for none, as in the paper.",
+        "How many prompt tokens the usage in earlier runs counts as; 0 for none, as in the paper.",
         within=(0.0, 1e6),
     )
 
@@ -142,12 +144,15 @@ def near_tiers(tiers: Sequence[str], asked: str | None) -> list[int]:
     unknown = [each for each in chosen if each not in names]
     if unknown:
         raise PolicyError(
-            f"--near-tiers: {unknown[0]} is not below {tiers[0]} in the file, which "
-            f"holds {', '.join(names)} there"
+            f"--near-tiers: the file has no precision {unknown[0]} below {tiers[0]}. The "
+            f"precisions below it are {', '.join(names)}"
         )
     found = best_of_each_width([each for each in names if each in chosen])
     if len(found) > MAX_WIDTHS:
-        raise PolicyError(f"--near-tiers: at most {MAX_WIDTHS} widths, not {len(found)}")
+        raise PolicyError(
+            f"--near-tiers: the precisions have {len(found)} different numbers of bits, of at most "
+            f"{MAX_WIDTHS}: name fewer"
+        )
     return [1 + names.index(each) for each in found]
 
 
@@ -179,7 +184,9 @@ def prefix_split(
     n = len(loss)
     caps = [n] * len(bits) if most is None else [min(n, each) for each in most]
     if not 1 <= len(bits) <= MAX_WIDTHS or any(a <= b for a, b in pairwise(bits)):
-        raise PolicyError(f"a prefix split is of 1 to {MAX_WIDTHS} falling widths, not {bits}")
+        raise PolicyError(
+            f"the numbers of bits must be 1 to {MAX_WIDTHS} falling numbers, not {bits}"
+        )
     counted = loss if weights is None else loss * weights[:, None]
     # Gains over the narrowest width, as prefix sums: C_b(k) of the first k experts.
     sums = np.zeros((len(bits), n + 1))
@@ -203,7 +210,8 @@ def prefix_split(
     possible = (rest >= 0) & (reach <= n) & (begin <= end)
     if not possible.any():
         raise PolicyError(
-            f"{n} experts in {', '.join(map(str, bits))} bits cannot keep to {budget_bits} bits"
+            f"{n} experts with {', '.join(map(str, bits))} bits per weight exceed the total of "
+            f"{budget_bits} bits: increase --near-bits"
         )
     i, j = np.nonzero(possible)
     reach, n_first = reach[i, j], i

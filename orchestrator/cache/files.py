@@ -157,21 +157,21 @@ def keep(path: Path, form: str, name: str, what: Mapping[str, Any]) -> None:
 
 ALL = "all"
 KINDS = {
-    "bench": "models that `moe-edge bench` made, made again when it runs",
-    "build": "objects of the last builds, so that `make build` compiles what changed alone",
-    "calibrating": "passes that `moe-edge calibrate` made before it was interrupted, to go on from",
+    "bench": "models that `moe-edge bench` made; it makes them again if they are missing",
+    "build": "object files of the last builds, so that `make build` compiles only changed files",
+    "calibrating": "results of interrupted runs of `moe-edge calibrate`, from which it continues",
     "conversations": "the messages of the last chats on a terminal, for `moe-edge chat --resume`",
     "cuda": "libraries for builds with CUDA",
     "emulation": "objects of the tests that emulate a GPU",
-    "hotness": "which experts earlier chats used, of each model",
-    "plans": "which plan `--max-loss` took, of each model, so that it stays",
+    "hotness": "which experts earlier chats used, for each model",
+    "plans": "the plan that `--max-loss` chose for each model, so that later runs choose it again",
     "sdist": "the source of llama.cpp as it was downloaded",
-    "servers": "llama.cpp's server, as `moe-edge serve` compiled it",
-    "speed": "how fast this machine computes and reads, measured again when it is needed",
+    "servers": "llama.cpp's server, compiled by `moe-edge serve`",
+    "speed": "the measured speed of this machine; it is measured again if it is missing",
     "source": "the source of llama.cpp with our patches",
     "tuned": "settings that policies tuned, for each model",
     "usage": "how often earlier chats and servers used each expert of a model",
-    "wheels": "llama.cpp as it was built, for other environments",
+    "wheels": "built packages of llama.cpp, for other Python environments",
 }
 
 

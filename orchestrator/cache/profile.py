@@ -76,18 +76,20 @@ def load(path: Path, model: ExpertModel) -> np.ndarray:
     Raises OSError if the file cannot be read. Raises ProfileError if the profile is damaged or
     belongs to another model.
     """
-    damaged = ProfileError(f"{path}: not a profile, or damaged: name a new file")
+    damaged = ProfileError(
+        f"{path} is not a profile of expert usage, or is damaged: name a new file"
+    )
     data = read_object(path, _LARGEST_BYTES)
     if data is None or data.get("format") != _FORMAT:
         raise damaged
     if data.get("version") != _VERSION:
-        raise ProfileError(f"{path}: this profile has another format version: name a new file")
+        raise ProfileError(f"{path} is a profile with another format version: name a new file")
     if not isinstance(data.get("model"), str) or not isinstance(data.get("name"), str):
         raise damaged
     if data["model"] != identity(model):
         raise ProfileError(
-            f"{path}: this profile was made with another model ({one_line(data['name'])}): give "
-            f"the one of {model.path.name}, or a new file name"
+            f"{path} is a profile of another model ({one_line(data['name'])}): give the profile of "
+            f"{model.path.name}, or a new file name"
         )
     try:
         found = np.array(data.get("hotness"), np.float64)
@@ -166,7 +168,7 @@ class HotnessKeeper(_Cached):
         except (ProfileError, OSError) as error:
             if self._named:
                 raise
-            self.note = f"The hotness of earlier runs is not used: {error}"
+            self.note = f"The expert usage of earlier runs is not used: {error}"
         return None
 
     def recall(self) -> np.ndarray | None:
@@ -218,7 +220,7 @@ class UsageKeeper(_Cached):
             try:
                 self._known = load(self._path, model)
             except ProfileError as error:
-                self.note = f"Expert usage is recorded from scratch: {error}"
+                self.note = f"The record of expert usage starts again: {error}"
             except OSError:
                 pass
 

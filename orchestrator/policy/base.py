@@ -327,7 +327,10 @@ class Policy:
         for each in fields(About):
             setattr(cls, each.name, getattr(about, each.name))
         if not about.wants.asked_in and cls.decide is not Policy.decide:
-            raise TypeError(f"{cls.__name__} defines decide, but about.wants.asked_in is empty")
+            raise TypeError(
+                f"{cls.__name__} defines decide, which is never called: name the phases of its "
+                "calls in about.wants.asked_in"
+            )
 
     @classmethod
     def place(
@@ -450,7 +453,7 @@ def place(
     too_few = len(shape.tiers) < precisions.least
     if precisions.keeps is not None and (too_few or rules.skip):
         raise TiersError(
-            f"the policy {policy.name} keeps each expert in one of {precisions.keeps}",
+            f"the policy {policy.name} needs {precisions.keeps} and cannot skip experts",
             "give --low FILE or a file packed with several tiers, and not --low-tier skip",
         )
     if too_few:
@@ -467,5 +470,5 @@ def place(
         if policy.__module__.startswith("orchestrator."):
             raise
         raise PolicyError(
-            f"the policy {policy.name} failed in place: {type(error).__name__}: {error}"
+            f"the policy {policy.name} failed in its method place: {type(error).__name__}: {error}"
         ) from error

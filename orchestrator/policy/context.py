@@ -160,28 +160,30 @@ class ContextSettings(PlacementSettings, Background):
     hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
         None,
-        "Precisions of the experts that are not hot, such as q4_k,q2_k.",
+        "Lower precisions, such as q4_k,q2_k, for the experts that are not in the best one.",
         metavar="LIST",
-        shown="all below the best one",
+        shown="all below the best precision",
     )
     near_slots: str = setting(
         OWN,
-        "Slots of these experts: each slot holds one precision, with the same number of each in "
-        "every layer (own); or each slot holds any of them and is as large as the largest, so "
-        "that the numbers follow the prompt (shared).",
+        "Slots of experts in lower precisions. own: each slot holds one precision, and every layer "
+        "has the same number of slots for it. shared: each slot holds any of these precisions, so "
+        "that the number of experts in each follows the prompt. Shared slots are as large as the "
+        "largest of these precisions needs.",
         choices=(OWN, SHARED),
     )
     near_place: str = setting(
         AUTO,
-        "Where experts that are not hot are stored with a GPU: in its memory (device), or in host "
-        "memory, where the CPU computes them without copies (host). auto: in host memory only if "
-        "they do not all fit the GPU.",
+        "Where a system with a GPU stores experts in lower precisions: in the GPU's memory "
+        "(device), or in host memory, where the CPU computes them (host). auto: in host memory "
+        "only if they do not all fit the GPU.",
         choices=(AUTO, DEVICE, HOST),
     )
     losses: Path | None = inherit(Shared, "losses")
     placement: str = setting(
         ASYNC,
-        "Experts move during the answer (async), or before its first token, which waits (wait).",
+        "When experts change their precision after a prompt: during the answer (async), or before "
+        "its first token, which waits for that (wait).",
         choices=(ASYNC, WAIT),
     )
 
@@ -190,9 +192,9 @@ class ContextSettings(PlacementSettings, Background):
         if asked.get("losses") is None or asked.get("near_slots") == SHARED:
             return None
         return (
-            f"--losses has no effect with --near-slots {OWN}, where each lower precision has the "
-            f"same number of experts in every layer, whatever they lose: leave it out, or give "
-            f"--near-slots {SHARED}"
+            f"--losses has no effect with --near-slots {OWN}: each lower precision has the same "
+            "number of experts in every layer, however much quality they lose. Leave --losses "
+            f"out, or give --near-slots {SHARED}"
         )
 
 
@@ -354,15 +356,13 @@ class ContextPlacement(Placement):
         if near.stored:
             names = [f"{a} ({b:.2f} bits)" for a, b in zip(names, near.stored, strict=True)]
         counts = zip(self.near_counts, names, strict=True)
-        said = ", ".join(f"{n} {name}" for n, name in counts if n) or "none near"
+        lower = [f"{n} in {name}" for n, name in counts if n]
         if self.shares_slots:
-            bits = f"{self.settings.near_bits:g} nominal bits"
-            said = f"{sum(self.near_counts)} in {', '.join(names)}, {bits} on average"
-        where = ", which the host computes" if self.on_host else ""
-        return (
-            f"context, of {self.shape.n_expert} experts a layer {self.n_hot} hot in "
-            f"{self.shape.tiers[0]}, {said}{where}"
-        )
+            bits = f"{self.settings.near_bits:g} bits per weight on average"
+            lower = [f"{sum(self.near_counts)} in {' or '.join(names)} ({bits})"]
+        best = f"{self.n_hot} of {self.shape.n_expert} experts per layer in {self.shape.tiers[0]}"
+        computed_by = ", lower precisions computed by the CPU" if self.on_host else ""
+        return f"context, {', '.join([best, *lower])}{computed_by}"
 
 
 class ContextAware(Policy):
@@ -392,8 +392,8 @@ class ContextAware(Policy):
         name="context",
         summary=(
             "Every expert is resident: those that the conversation used most in the best "
-            "precision, the others in lower ones. They are placed once per prompt, in the "
-            "background, and no token waits for it."
+            "precision, the others in lower ones. The precisions are chosen once per prompt and "
+            "changed in the background, and no token waits for that."
         ),
         Settings=ContextSettings,
         reason="places every expert by the prompt",
@@ -428,7 +428,7 @@ class ContextAware(Policy):
         places = _places(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
-                f"--near-slots {SHARED} needs slots in host memory: leave it out, or give "
+                f"--near-slots {SHARED} works only in host memory: leave it out, or give "
                 f"--near-place {HOST}"
             )
         n, asked = shape.n_expert, settings.hot_experts

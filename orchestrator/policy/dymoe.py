@@ -161,7 +161,7 @@ class DyMoESettings(LookAhead):
 
     retention: float | None = setting(
         None,
-        "Average share of critical experts, 0 to 1.",
+        "Average share of critical experts, which are computed in the high precision, 0 to 1.",
         metavar="R",
         within=(0.0, 1.0),
         shown=f"1, or {_USUAL_RETENTION} with a low precision",
@@ -174,27 +174,28 @@ class DyMoESettings(LookAhead):
     )
     lower_which: str = setting(
         GATES,
-        "Which experts of an answer are lowered or skipped: those with the lowest gates, as in "
-        "the paper (gates), or at most as many of those that are not resident (missing).",
+        "Which experts of an answer get the low precision or are skipped: those with the lowest "
+        "gate weights, as in the paper (gates), or at most as many that are not in memory "
+        "(missing).",
         metavar="WHICH",
         choices=(GATES, MISSING),
     )
     heavy_hitters: float = setting(
         0.4,
-        "Share of a prompt's tokens, those that receive the most attention, whose experts count "
-        "as critical.",
+        "Share of a prompt's tokens that count as important: those that receive the most "
+        "attention. The experts that these tokens use most are critical.",
         metavar="R",
         within=(0.0, 1.0),
     )
     prefetch_low: bool = setting(
         True,
-        "Also prefetch experts of an answer that are predicted to be low; the paper (eq. 8) "
-        "prefetches only critical ones.",
+        "Also prefetch the predicted experts that an answer needs in the low precision. The paper "
+        "(eq. 8) prefetches only those in the high precision.",
     )
     prompts_pass: bool = setting(
         True,
-        "Stream the experts that a prompt uses less through a part of the slots, so that they do "
-        "not evict all others.",
+        "Read the experts that a prompt uses less into a part of the slots only, so that they do "
+        "not evict all other experts.",
     )
 
 
@@ -269,8 +270,9 @@ class DyMoEPlacement(Placement):
         if depth.retention < depth.least:
             schedule = self.settings.schedule
             other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
-            less = f": the schedule {schedule} reaches no less{other}"
-        return f"dymoe {high}/{low} r={depth.retention:g} (realised {depth.realised:.3f}{less})"
+            less = f": the schedule {schedule} reaches no smaller share{other}"
+        realised = f"realised {depth.realised:.3f}{less}"
+        return f"dymoe {high}/{low}, critical share r={depth.retention:g} ({realised})"
 
 
 class DyMoE(Policy):
@@ -292,7 +294,7 @@ class DyMoE(Policy):
         summary=(
             "The default if not every expert fits. Critical experts are computed in the high "
             "tier, the others in the low tier or skipped. Early layers have more critical "
-            "experts than late ones. Prefetches for the next layer while that is faster."
+            "experts than late ones. Experts of the next layer are prefetched while that is faster."
         ),
         Settings=DyMoESettings,
         reason="decides token by token",

@@ -171,7 +171,8 @@ class DynaExqSettings(Intervals):
 
     rank_slack: int = setting(
         0,
-        "How many ranks an expert may fall below the hot set before it is replaced.",
+        "How many ranks by usage an expert may be below the most used ones and still keep the "
+        "high precision.",
         within=(0, 65535),
     )
     hot_experts: int | None = inherit(Shared, "hot_experts")
@@ -273,7 +274,7 @@ class DynaExqPlacement(Placement):
             return f"dynaexq {high}/{low}, {as_range(self.capacity)} {of} high"
         least = resident_pools(self.shape, fewest_high(self.shape)).plan().total_bytes
         needed = format_size(least)
-        why = f"low copies of all do not fit, they take {needed}"
+        why = f"low copies of all experts take {needed}, which does not fit"
         if not self.capacity.any():
             return f"dynaexq {low}, caching {as_range(self.cached)} {of}: {why}"
         n_high, n_low = as_range(self.capacity), as_range(self.cached)
@@ -305,8 +306,8 @@ class DynaExq(Learning):
         name="dynaexq",
         summary=(
             "Every expert is resident in one of two precisions: the most used experts high, as "
-            "many as fit the budget, and the others low. Experts are exchanged in the background, "
-            "and no token waits for it."
+            "many as fit the budget, and the others low. Experts exchange their precisions in the "
+            "background, and no token waits for that."
         ),
         Settings=DynaExqSettings,
         reason="fills the budget with high copies",

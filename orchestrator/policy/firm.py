@@ -418,45 +418,52 @@ class FIRMSettings(LookAhead):
 
     prefetch_kinds: int = setting(
         3,
-        "How many matrices of an expert are prefetched, in the order of computing: gate; gate and "
-        "up; all.",
+        "How many matrices of an expert are prefetched: 1 (gate), 2 (gate and up) or 3 (all).",
         within=(1, 3),
     )
     agree: str = setting(
         RANK,
-        "Which experts are expected: rank, the first K that the previous layer predicts; mol, as "
-        "in the paper, those among the first K of each of P layers; margin, those that the "
-        "previous layer scores far enough above its last candidate.",
+        "Which predicted experts are prefetched. rank: the first K that the previous layer "
+        "predicts. mol, as in the paper: those among the first K predictions of each of P earlier "
+        "layers. margin: those that the previous layer scores far enough above its last one.",
         metavar="HOW",
         choices=AGREE_WAYS,
     )
     votes: str | None = setting(
         None,
-        "K,P: candidates of a vote, and layers that vote (more than one only with mol); "
-        "K,P/K,P/K,P for shallow, middle and deep layers.",
+        "K,P: how many experts each layer predicts, and how many layers predict (more than one "
+        "only with --agree mol). K,P/K,P/K,P gives the values for shallow, middle and deep layers.",
         metavar="K,P",
         shown="tuned",
     )
     tune: str | None = setting(
         None,
-        "How K and P are found: climb, the paper's hill climbing; all, counting every pair on the "
-        "same tokens; off.",
+        "How K and P of --votes are found: climb (the paper's hill climbing), all (every pair is "
+        "counted on the same tokens), or off.",
         metavar="HOW",
         choices=TUNE_WAYS,
         shown=f"{ALL}, off with votes",
     )
-    tune_steps: int = setting(32, "Decode steps between two changes of K and P.", within=(1, 2**24))
+    tune_steps: int = setting(
+        32, "Decode steps between two changes of K and P of --votes.", within=(1, 2**24)
+    )
     tune_patience: int = setting(
-        2, "Updates without gain after which climb reverses its direction.", within=(1, 2**16)
+        2,
+        "With --tune climb: number of updates without gain after which the direction is reversed.",
+        within=(1, 2**16),
     )
     tune_tokens: int = setting(
-        512, "Decode steps after which K and P are fixed.", within=(1, 2**24)
+        512, "Decode steps after which K and P of --votes are no longer tuned.", within=(1, 2**24)
     )
     waste_weight: float = setting(
-        0.5, "Loss of an expert that is prefetched but not used.", within=(0.0, 1e6)
+        0.5,
+        "Weight of an expert that is prefetched but not used, when K and P of --votes are tuned.",
+        within=(0.0, 1e6),
     )
     miss_weight: float = setting(
-        0.5, "Loss of an expert that is loaded on demand.", within=(0.0, 1e6)
+        0.5,
+        "Weight of an expert that is read on demand, when K and P of --votes are tuned.",
+        within=(0.0, 1e6),
     )
 
     def __post_init__(self) -> None:
@@ -472,32 +479,34 @@ class FIRMSettings(LookAhead):
             deepest = self.deepest or 0
         except ValueError:
             deepest = -1
-        complaint = f"must be K,P such as 4,1, or three of them as 4,1/8,3/8,3, not '{votes}'"
+        complaint = f"must be K,P such as 4,1, or three such pairs as in 4,1/8,3/8,3, not '{votes}'"
         refuse(deepest < 0, "votes", complaint)
         off = "prefetch off" if self.prefetch == OFF else "n_ahead 0"
         for name, value in (("votes", votes), ("tune", self.tune)):
             useless = (self.prefetch == OFF or n_ahead == 0) and value not in (None, OFF)
-            complaint = f"is {value}, and nothing is loaded ahead with {off}: leave one out"
+            complaint = f"is {value}, but nothing is prefetched with {off}: leave one of them out"
             refuse(useless, name, complaint)
         if self.agree != MOL:
             refuse(
                 deepest > 1,
                 "votes",
-                f"asks {deepest} layers in '{votes}', and with {self.agree} one votes: write K,1, "
-                f"or choose {MOL} for agree",
+                f"has {deepest} voting layers in '{votes}', but with agree {self.agree} only one "
+                f"layer votes: write K,1, or choose {MOL} for agree",
             )
             refuse(
                 (n_ahead or 0) > 1,
                 "n_ahead",
-                f"is {n_ahead}, and with {self.agree} only the layer before votes: leave it out, "
-                f"or choose {MOL} for agree",
+                f"is {n_ahead}, but with agree {self.agree} only the previous layer votes: leave "
+                f"it out, or choose {MOL} for agree",
             )
         if votes is not None and most is not None:
-            complaint = f"asks {deepest} layers in '{votes}', and {most[1]:g} can vote"
+            complaint = (
+                f"has {deepest} voting layers in '{votes}', but at most {most[1]:g} can vote"
+            )
             refuse(deepest > most[1], "votes", complaint)
-            complaint = f"is {n_ahead}, and the votes '{votes}' are of {deepest} layers"
+            complaint = f"is {n_ahead}, but the votes '{votes}' need {deepest} layers"
             refuse(n_ahead not in (None, deepest), "n_ahead", f"{complaint}: leave it out")
-            complaint = f"is {self.tune}, and votes sets the tuned values: leave one out"
+            complaint = f"is {self.tune}, but votes fixes the tuned values: leave one of them out"
             refuse(self.tune not in (None, OFF), "tune", complaint)
 
     @property
@@ -534,8 +543,8 @@ class FIRMSettings(LookAhead):
             return super().limited(depth, asked)
         if "votes" in asked:
             raise ConfigError(
-                f"the trace looks {depth} layers ahead, and the votes '{self.votes}' are of "
-                f"{self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
+                f"the trace predicts experts {depth} layers ahead, and the votes '{self.votes}' "
+                f"need {self.deepest}: record it with --agree {MOL} --n-ahead {self.deepest}"
             )
         return replace(self, votes=None, n_ahead=None).limited(depth, asked)
 
@@ -619,8 +628,8 @@ class FIRM(Policy):
         name="firm",
         summary=(
             "One precision, lossless. Prefetches the experts that a layer predicts for the next "
-            "one, and tunes how many at run time. The paper's form, with gates alone and votes of "
-            "several layers, is an option."
+            "one, and tunes their number at run time. The paper's form, with only the gate "
+            "matrices and votes of several layers, is an option."
         ),
         Settings=FIRMSettings,
         reason="runs one precision",

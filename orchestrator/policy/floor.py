@@ -286,8 +286,8 @@ class FloorSettings(LookAhead):
     )
     keep_top: int = setting(
         1,
-        "Number of experts of each token, those with the highest gates, that are never lowered or "
-        "skipped.",
+        "Number of experts of each token that are never skipped or computed in a lower precision: "
+        "those with the highest gate weights.",
         within=(0, 2**16),
     )
     loss_schedule: str = setting(
@@ -297,19 +297,20 @@ class FloorSettings(LookAhead):
     )
     low_share: float = setting(
         0.25,
-        "With --low-tier: the share of the slots' bytes for low copies.",
+        "With --low-tier: the share of the expert memory for experts in the low precision.",
         within=(0.0, 1.0),
     )
     skip_present: float = setting(
         0.002,
-        "Saving of skipping a resident expert, relative to skipping a missing one. It is small, so "
-        "that missing ones are skipped first. 0: resident experts are never skipped.",
+        "How much it counts as saved to skip an expert that is in memory, relative to a missing "
+        "one. A small value means that missing experts are skipped first. 0: experts in memory are "
+        "never skipped.",
         within=(0.0, 1.0),
     )
     read_behind: bool = setting(
         True,
-        "Read an expert afterwards if it was skipped or lowered twice within a few tokens, so that "
-        "it is resident at its next use.",
+        "Read an expert afterwards if it was skipped or computed in the low precision twice within "
+        "a few tokens. It is then in memory at its next use.",
     )
     transition_rate: int | None = inherit(Background, "transition_rate")
     losses: Path | None = inherit(Shared, "losses")
@@ -483,7 +484,8 @@ class Floor(Policy):
             return
         if not self._costs:
             raise PolicyError(
-                f"the policy {self.name} has no estimate of the losses of lower tiers"
+                f"the policy {self.name} has no estimate of the losses of lower tiers: run "
+                "moe-edge calibrate"
             )
         if event.step != self._step:
             self._begin(event)

@@ -25,23 +25,25 @@ class Intervals(Background):
 
     update_steps: int = setting(
         32,
-        "Decode steps between two updates of the hot sets; 0 for no updates. A prefill step "
-        "also ends an interval.",
+        "Number of decode steps after which the most used experts are determined again; 0 for "
+        "never. A prefill step also ends this interval.",
         within=(0, 2**24),
     )
     update_ms: int | None = setting(
         None,
-        "Milliseconds of steps between two updates of the hot sets, as in the paper; replaces "
-        "--update-steps. 0 for no updates.",
+        "Milliseconds of compute after which the most used experts are determined again, as in "
+        "the paper; 0 for never. Replaces --update-steps.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(
-        0.8, "Decay factor (alpha) of the hotness's moving average.", within=(0.0, 1.0)
+        0.8,
+        "Decay factor (alpha) of the moving average of each expert's usage.",
+        within=(0.0, 1.0),
     )
     hysteresis: float = setting(
         0.25,
-        "How much hotter an expert has to be than the expert that it replaces, as a multiple of "
-        "the mean score of its layer.",
+        "How much more an expert must be used than the expert that it replaces, as a multiple of "
+        "the mean usage in its layer.",
         within=(0.0, 1e6),
     )
 

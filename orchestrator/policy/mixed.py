@@ -183,7 +183,7 @@ class MixedPlacement(Placement):
     def text(self) -> str:
         counts = zip(self.per_tier, self.shape.tiers, strict=True)
         parts = ", ".join(f"{n} in {name}" for n, name in counts if n)
-        return f"mixed, of {self.tiers.size} experts {parts}"
+        return f"mixed, {self.tiers.size} experts: {parts}"
 
 
 class Mixed(Learning):
@@ -209,8 +209,8 @@ class Mixed(Learning):
         name="mixed",
         summary=(
             "Every expert is resident, in the tier with the best value for its bytes, given its "
-            "usage and its loss. Experts exchange tiers in the background, and no token waits "
-            "for it."
+            "usage and its loss. Experts exchange their tiers in the background, and no token "
+            "waits for that."
         ),
         Settings=MixedSettings,
         reason="fills the budget with the best precisions",

@@ -122,28 +122,35 @@ class Policies(MutableMapping[str, type[Policy]]):
         """Return the reason why an object cannot be added as a policy, or None if it can."""
         if not (isinstance(policy, type) and issubclass(policy, Policy)):
             return f"{policy!r} is not a policy: derive a class from orchestrator.policy.Policy"
-        where = reference(policy)
+        class_path = reference(policy)
         if not isinstance(getattr(policy, "name", None), str):
-            return f"the policy {where} declares no `about`"
+            return (
+                f"the policy {class_path} declares no `about`: set this class attribute to an "
+                "About object"
+            )
         name = policy.name
         if not _NAME.fullmatch(name):
-            return f"the policy {where} has the name {name!r}: use a-z, 0-9, - and _"
+            return f"the policy {class_path} has the name {name!r}: use a-z, 0-9, - and _"
         known = self._all()
         taken = known.get(name)
-        if name in self._reserved or (taken is not None and reference(taken) != where):
+        if name in self._reserved or (taken is not None and reference(taken) != class_path):
             owner = "moe-edge" if taken is None or name in self.own else reference(taken)
             return (
-                f"the policy {where} has the name {name}, which {owner} uses: choose another name"
+                f"the policy {class_path} has the name {name}, which {owner} uses: choose another "
+                "name"
             )
         others = [each for other, each in known.items() if other != name]
         for setting, declared in policy.Settings.declared().items():
             if setting in RESERVED:
-                return f"the policy {where} has the setting {setting}, which moe-edge uses itself"
+                return (
+                    f"the policy {class_path} has the setting {setting}, which moe-edge uses "
+                    "itself: choose another name"
+                )
             for other in others:
                 if other.Settings.declared().get(setting, declared) != declared:
                     return (
-                        f"the policy {where} declares the setting {setting} in another way than "
-                        f"the policy {other.name}"
+                        f"the policy {class_path} declares the setting {setting} in another way "
+                        f"than the policy {other.name}: choose another name"
                     )
         return None
 

@@ -154,7 +154,7 @@ def test_options_reach_the_config(opened):
 def test_a_note_of_the_runtime_is_shown(opened):
     result = run("chat", "-m", "odd.gguf", "-p", "x")
     assert result.exit_code == 0
-    assert "The hotness of earlier runs is not used" in result.stderr
+    assert "The expert usage of earlier runs is not used" in result.stderr
     assert result.stdout == "<x>\n"
 
 
