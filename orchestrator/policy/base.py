@@ -107,8 +107,8 @@ class PolicyRequirements:
     - importance: whether route events of prompts carry the attention that each token receives.
     - counts: whether step reports carry the number of tokens routed to each expert.
     - states: whether step reports carry the tier of each expert in memory and after its transition.
-    - told_in: the phases of the steps whose reports carry these arrays. Counts of other steps are
-      added to the next report that has counts.
+    - told_in: the phases of the steps whose reports carry the counts and states. Counts of other
+      steps are added to the next report that has counts.
     - transition_rate: the limit in bytes per second for changes of experts' tiers (transitions)
       during decoding. 0 means no limit.
     - all_resident: whether every expert stays in memory, so that only transitions change its tier.
@@ -445,9 +445,10 @@ def place(
 
     settings: the policy's settings; None for the defaults.
 
-    Raises TiersError for a model with fewer tiers than the policy needs. Errors of the policy are
-    passed on if they are MoeEdgeErrors. Any other exception of a policy from another package
-    becomes a PolicyError, so that the plans of other policies can still be made.
+    Raises TiersError if the model has fewer tiers than the policy needs. Also raises TiersError if
+    the rules allow skipping and the policy never skips. MoeEdgeErrors of the policy are passed on.
+    Any other exception of a policy from another package becomes a PolicyError, so that the plans of
+    other policies can still be made.
     """
     rules, precisions = rules or Rules(), policy.precisions
     too_few = len(shape.tiers) < precisions.least

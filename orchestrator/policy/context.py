@@ -155,7 +155,7 @@ AUTO, DEVICE, HOST = "auto", "device", "host"
 
 @dataclass(frozen=True)
 class ContextSettings(PlacementSettings, Background):
-    """Settings of the policy context."""
+    """Settings of the policy `context`, which chooses precisions of experts by the conversation."""
 
     hot_experts: int | None = inherit(Shared, "hot_experts")
     near_tiers: str | None = setting(
@@ -228,11 +228,10 @@ class NearTiers(NamedTuple):
         return cls(tiers, names, [nominal_bits(name) for name in names], stored)
 
 
-def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
-    """Return in which order to try where experts in lower tiers are stored.
+def _places_to_try(shape: ModelShape, settings: ContextSettings, shares_slots: bool) -> list[bool]:
+    """Return the memories in which experts in lower tiers may be stored, in the order to try them.
 
-    An entry is True for host memory and False for the GPU's memory. A system without a GPU has the
-    single entry False.
+    An entry is True for the host memory of a system with a GPU, and False otherwise.
     """
     asked = settings.near_place
     if not shape.host_slots or asked == DEVICE:
@@ -241,11 +240,13 @@ def _places(shape: ModelShape, settings: ContextSettings, shares_slots: bool) ->
 
 
 def uniform_counts(n_cold: int, near: NearTiers, settings: ContextSettings) -> tuple[int, ...]:
-    """Return how many experts of a layer each lower tier gets if all experts lose equally.
+    """Return how many experts of a layer each lower tier gets if all experts have the same losses.
 
-    n_cold experts of the layer are divided among the tiers in `near`. The settings limit their mean
-    number of bits (near_bits). Raises PolicyError if near_bits is less than the smallest tier
-    needs.
+    - n_cold: the number of experts to divide among the lower tiers.
+    - near: the lower tiers.
+    - settings: near_bits is the limit for the mean number of bits per weight.
+
+    Raises PolicyError if near_bits is less than the smallest tier needs.
     """
     bits = near.bits
     if settings.near_bits < bits[-1]:
@@ -289,10 +290,10 @@ def pools_of(
 
 
 def as_uses(learned: np.ndarray, n_expert_used: int) -> np.ndarray:
-    """Convert the expert usage that earlier runs learned to a number of uses.
+    """Convert the expert usage of earlier runs to numbers of uses, to add to those of this run.
 
-    The result has as many uses as _LEARNED_TOKENS tokens make. Its proportions are those of
-    `learned`.
+    The numbers are those of _LEARNED_TOKENS tokens, each with n_expert_used experts per layer.
+    learned: the fraction of tokens that used each expert, [n_layers, n_expert].
     """
     return shares(learned, np.zeros_like(learned)) * n_expert_used * _LEARNED_TOKENS
 
@@ -321,9 +322,10 @@ class ContextPlacement(Placement):
     def of_use(
         self, counts: np.ndarray, gates: np.ndarray, before: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the importance and the tier of each expert for given use of the experts.
+        """Return the importance of each expert, and the tier that it should have.
 
-        The importance is float64 and the tier is uint8, both [n_layers, n_expert].
+        The importance is float64 and the tier is uint8, both [n_layers, n_expert]. The result
+        depends on the use of the experts:
 
         - counts, gates: the conversation's uses of each expert, and the sums of its routing
           weights.
@@ -425,7 +427,7 @@ class ContextAware(Policy):
         """
         near = NearTiers.of(shape, settings)
         shares_slots = settings.near_slots == SHARED and len(near.tiers) > 1
-        places = _places(shape, settings, shares_slots)
+        places = _places_to_try(shape, settings, shares_slots)
         if shares_slots and not (shape.shares_slots or places[-1]):
             raise PolicyError(
                 f"--near-slots {SHARED} works only in host memory: leave it out, or give "

@@ -64,7 +64,7 @@ def critical_counts(lam: float, n_layers: int, m: int, schedule: str = COSINE) -
 
 
 def realised(counts: list[int], m: int) -> float:
-    """Return the mean over the MoE layers of counts[layer] / m.
+    """Return the mean share of critical experts: counts[layer] / m, averaged over the MoE layers.
 
     counts: the number of critical experts in each layer. m: the number of experts to choose from.
     """
@@ -157,7 +157,7 @@ GATES, MISSING = "gates", "missing"
 
 @dataclass(frozen=True)
 class DyMoESettings(LookAhead):
-    """Settings of the policy dymoe."""
+    """Settings of the policy `dymoe`, which computes important experts in a higher precision."""
 
     retention: float | None = setting(
         None,
@@ -220,10 +220,10 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, settings: DyMoESettings, rules: Rules) -> Depth:
-        """Compute the numbers of critical experts for a model and these settings.
+        """Compute the number of critical experts of each layer for a model and these settings.
 
-        Raises TiersError if the settings ask for less than all experts, but there is neither a
-        second tier nor skipping.
+        Raises TiersError if the setting retention is below 1, but there is neither a second tier
+        nor skipping.
         """
         one_precision = _one_precision(shape, rules)
         usual = 1.0 if one_precision else _USUAL_RETENTION
@@ -432,11 +432,12 @@ class DyMoE(Policy):
 
         ids, weights: the chosen experts of each token and their routing weights, [T, k].
 
-        With lower_which "gates", each token needs its t_l experts with the highest weights.
+        With lower_which "gates", each token needs its t experts with the highest weights. t is the
+        number of critical experts of the layer.
 
-        With "missing", every expert that is in memory in the high tier is in the mask. Each token
-        also needs its first quarter of experts by weight, at least one. Of its other experts, those
-        that are not in memory are needed too, except the last k - t_l by weight.
+        With "missing", the mask has all experts that are in memory in the high tier. Each token
+        also needs its first quarter of experts by weight, at least one. Of its missing experts, the
+        k - t with the lowest weights are left out, and the others are needed.
         """
         t, k = self.critical[layer], ids.shape[1]
         order = np.argsort(-weights, axis=1, kind="stable")

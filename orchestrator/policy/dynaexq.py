@@ -167,7 +167,7 @@ def as_range(counts: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class DynaExqSettings(Intervals):
-    """Settings of the policy dynaexq."""
+    """Settings of the policy `dynaexq`, which keeps the most used experts in a higher precision."""
 
     rank_slack: int = setting(
         0,

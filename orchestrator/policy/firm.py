@@ -148,9 +148,9 @@ def absent_of(missing: Mapping[int, int], kinds: Sequence[int]) -> Absent:
 
 
 def unused_and_missed(expected: int, used: int, absent: Absent) -> tuple[int, int]:
-    """Return the number of matrices that a prefetch reads in vain and that are read on demand.
+    """Return two numbers of matrices: those prefetched in vain, and those read on demand.
 
-    These are n_unused and n_miss - n_hit of eq. 11. Matrices in memory are not read, so they do not
+    They are n_unused and n_miss - n_hit of eq. 11. Matrices in memory are not read, so they do not
     count. expected, used: bit masks of experts. absent: the result of `absent_of`.
     """
     unused = missed = 0
@@ -266,9 +266,10 @@ class Climb:
 
 
 class Tuner:
-    """Chooses, for each group of layers, how many experts are prefetched.
+    """Chooses, for each group of layers, how many predicted experts are prefetched.
 
-    The choice is a pair: K, the number of candidates per vote, and P, the number of voting layers.
+    A vote is the list of experts that a layer predicts for a later layer. The choice is a pair: K,
+    the number of candidates per vote, and P, the number of voting layers.
 
     - tuned: whether the choice is final.
     - every: one token in this many is counted for the choice.
@@ -411,7 +412,7 @@ def read_votes(text: str) -> list[Votes]:
 
 @dataclass(frozen=True)
 class FIRMSettings(LookAhead):
-    """Settings of the policy firm.
+    """Settings of the policy `firm`, which prefetches the experts that earlier layers predict.
 
     Raises SettingError for settings that contradict each other.
     """
@@ -613,13 +614,13 @@ class FIRM(Policy):
     In decode, earlier layers vote on the experts of the next layer (eq. 4 to 6). The first matrices
     of the expected experts are prefetched: all gates, then all ups. The numbers of candidates and
     voting layers are tuned for shallow, middle and deep layers (eq. 9 to 11, Algorithm 1). In a
-    step with several sequences, the experts that any token expects are prefetched. Prompts are
-    handled as in the policy dymoe with one precision.
+    step with several sequences, the experts that are expected for any token are prefetched. Prompts
+    are handled as in the policy dymoe with one precision.
 
     The defaults differ from the paper and were measured to be as fast or faster. Only the previous
-    layer votes (rank), whole experts are prefetched, and every choice is counted instead of hill
-    climbing. The paper's forms are options: votes of several layers (mol), only the gate or gate
-    and up, and hill climbing.
+    layer votes (rank), and whole experts are prefetched. Instead of hill climbing, all pairs of
+    numbers are compared on the same tokens. The paper's forms are options: votes of several layers
+    (mol), only the gate or gate and up, and hill climbing.
 
     tuner: chooses the numbers of candidates and voting layers.
     """
@@ -774,9 +775,9 @@ class FIRM(Policy):
     def _observe(self, layer: int, used: list[int], view: StoreView) -> None:
         """Compare the experts that were expected in a layer with those that one token uses.
 
-        For predicted experts, the matrices that were missing at the time of the prediction count,
-        because they may have been prefetched since. For other experts, the matrices that are
-        missing now count.
+        A matrix of a predicted expert counts as missing if it was missing at the time of the
+        prediction, because it may have been prefetched since. A matrix of another expert counts as
+        missing if it is missing now.
         """
         self._ahead.score.observe(layer, used)
         (expected_layer, expected, missing), every = self._expected, self._every

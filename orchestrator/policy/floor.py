@@ -229,10 +229,11 @@ class ReadBehind:
         resident: memoryview,
         out: DecisionBuffer,
     ) -> None:
-        """Request the reads that the previous layer called for, and note those of this layer.
+        """Request the experts that were noted in the previous layer, and note those of this layer.
 
-        The requests are late by a layer because the store accepts no prefetch for the layer that is
-        being computed. Requests over the rate are dropped.
+        An expert is noted if it was skipped or lowered twice within a few steps and is not in
+        memory in the high tier. The request comes one layer later, because the store accepts no
+        prefetch for the layer that is being computed. Requests over the rate are dropped.
 
         - lowered: the experts that are skipped or lowered in this layer.
         - resident: for each expert of the layer, the best tier in memory, or ABSENT.
@@ -271,7 +272,7 @@ _LEAST_SQUARE = 1e-3
 
 @dataclass(frozen=True)
 class FloorSettings(LookAhead):
-    """Settings of the policy floor."""
+    """Settings of the policy `floor`, which skips missing experts within an allowed loss."""
 
     max_loss: float = setting(
         0.01,

@@ -132,7 +132,7 @@ LOOK_US = 4000.0
 
 @dataclass(frozen=True)
 class MixedSettings(Intervals):
-    """Settings of the policy mixed."""
+    """Settings of the policy `mixed`, which chooses a precision for each expert by its usage."""
 
     losses: Path | None = inherit(Shared, "losses")
 
