@@ -23,8 +23,8 @@ ROUTING_TOKENS = 256
 def surprise(counts: np.ndarray) -> np.ndarray:
     """Return how unusual one use of each expert is, float64 [n_layers, n_expert].
 
-    The value is -log(p), where p is the expert's fraction of its layer's uses. The layer's mean
-    over all uses is subtracted. counts: the number of uses, [n_layers, n_expert].
+    The value is -log(p), where p is the expert's fraction of its layer's uses, minus the mean of
+    this over all uses in the layer. counts: the number of uses, [n_layers, n_expert].
     """
     share = (counts + 1.0) / (counts + 1.0).sum(axis=1, keepdims=True)
     unusual = -np.log(share)
@@ -34,9 +34,9 @@ def surprise(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How often the texts with which a loss table was measured use each expert.
+    """Statistics of how often texts use each expert, for the texts that a loss table is based on.
 
-    It serves to recognise other texts that use experts differently.
+    They show whether another text uses experts differently.
 
     - surprise: how unusual one use of each expert is (see the function `surprise`).
     - low, high: the range of the mean surprise per use, over windows of ROUTING_TOKENS tokens.
@@ -66,9 +66,8 @@ class KlEstimate:
       tier.
     - gates: the mean squared gate weight of each expert when the router chose it, float64
       [n_layers, n_expert].
-    - spread: some texts are less sensitive to errors than others. nats is for sensitive texts: nine
-      tenths of the measured windows lose less. The least sensitive tenth loses at most spread *
-      nats.
+    - spread: the fraction of nats that the least sensitive tenth of the texts does not exceed. nats
+      itself is for sensitive texts: nine tenths of the measured windows lose less.
     - routing: how often the measured texts use each expert; None if unknown.
     """
 

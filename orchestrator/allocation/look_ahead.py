@@ -41,10 +41,11 @@ class LookAhead(Settings):
     usual: ClassVar[Mapping[str, Any]] = {"n_ahead": 1}
 
     def limited(self: L, depth: int, asked: Collection[str]) -> L:
-        """Return these settings for a trace whose predictions reach only `depth` layers ahead.
+        """Return these settings for a trace that has predictions for only `depth` layers ahead.
 
-        Raises ConfigError if the user set one of them to a value that needs predictions further
-        ahead. asked: the names of the settings that the user set.
+        The result has n_ahead reduced to `depth`. Raises ConfigError if the user set n_ahead or
+        prefetch to a value that needs predictions further ahead. asked: the names of the settings
+        that the user set.
         """
         n_ahead = self.with_usual().n_ahead or 0
         if "n_ahead" in asked and n_ahead > depth:
@@ -71,8 +72,8 @@ MARGIN = 0.02  # the opposite mode has to be faster by this share to become curr
 class PredictionScore:
     """Measures, for each layer, how well the prefetched experts match the experts that are used.
 
-    - precision: the fraction of prefetched experts to which tokens were routed.
-    - recall: the fraction of experts to which tokens were routed that were prefetched.
+    Precision is the fraction of prefetched experts that are used. Recall is the fraction of used
+    experts that were prefetched.
     """
 
     def __init__(self, n_layers: int) -> None:

@@ -90,9 +90,9 @@ def importance(
 
 
 def bit_budget(n_cold: int, settings: PlacementSettings) -> int:
-    """Return the bits per weight that n_cold experts of a layer may have in total.
+    """Return the maximum sum of bits per weight over n_cold experts of a layer.
 
-    These are the experts that are not in the best tier. Their mean is the setting near_bits.
+    These are the experts that are not in the best tier. Their mean may be at most near_bits.
     """
     return int(n_cold * settings.near_bits + 1e-9)
 

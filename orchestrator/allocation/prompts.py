@@ -192,7 +192,7 @@ class Prompts:
         return Ranking(order, int(np.count_nonzero(high)), len(used))
 
     def _streamed(self, layer: int, order: np.ndarray) -> np.ndarray:
-        """Return the experts of a ranked prompt that are streamed: those after the most used ones.
+        """Return the experts that a prompt streams: all except the most used ones of `order`.
 
         order: the indices of the experts, most used first. The most used ones may fill three
         quarters of the layer's high slots.

@@ -78,7 +78,7 @@ class SlotGroup:
     """Slots of one size that evict each other in least-recently-used order.
 
     - slot_bytes, n_slots: the size of a slot and the number of slots.
-    - n_passing: the number of slots that streaming requests may take from other experts.
+    - n_passing: how many of the slots may be taken by streamed experts, which are evicted first.
     - on_host: whether a system with a GPU keeps the slots in host memory, for experts that CPU
       threads compute.
     """

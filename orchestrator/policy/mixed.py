@@ -266,9 +266,9 @@ class Mixed(Learning):
 
     @property
     def weighted(self) -> np.ndarray:
-        """The loss of each expert in each tier, weighted with its use.
+        """The loss of each expert in each tier, multiplied by how often tokens use the expert.
 
-        float64 [n_layers, n_expert, n_tiers].
+        The array is float64 [n_layers, n_expert, n_tiers].
         """
         of = self._weighted
         if of is None or of[0] is not self._scores:
@@ -346,10 +346,10 @@ class Mixed(Learning):
 
 
 def pools_of(shape: ModelShape, settings: MixedSettings, tiers: np.ndarray) -> TierPools:
-    """Return the slots for a choice of tiers.
+    """Return the expert slots for a choice of the tier of each expert.
 
-    A tier without experts shares the slots of the tier before it, if that has experts and a slot
-    can hold several tiers.
+    A tier without experts shares the slots of the tier before it. This needs experts in that tier,
+    and slots that can hold several tiers.
 
     tiers: the tier of each expert, [n_layers, n_expert].
     """
@@ -373,10 +373,13 @@ def fits(pools: TierPools, budget_bytes: int) -> bool:
 
 
 def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -> np.ndarray:
-    """Return the loss of each expert in each tier, weighted with its use.
+    """Return the loss of each expert in each tier, multiplied by how often tokens use the expert.
 
-    The result is float64 [n_layers, n_expert, n_tiers]. losses: the loss per use; None for nominal
-    losses. scores: the fraction of tokens that use each expert.
+    The result is float64 [n_layers, n_expert, n_tiers].
+
+    - scores: the fraction of tokens that use each expert, [n_layers, n_expert].
+    - losses: the loss of one use in each tier. None stands for losses that depend only on the
+      number of bits per weight.
     """
     each = nominal(shape) if losses is None else losses
     found: np.ndarray = weights(scores)[..., None] * each
@@ -384,7 +387,7 @@ def weighted(shape: ModelShape, scores: np.ndarray, losses: np.ndarray | None) -
 
 
 def weights(scores: np.ndarray) -> np.ndarray:
-    """Return each expert's part in the use of its layer, float64 [n_layers, n_expert].
+    """Return each expert's fraction of all uses in its layer, float64 [n_layers, n_expert].
 
     Each layer's values sum to 1. The part UNIFORM_SHARE of this sum is divided equally among the
     experts, so that rarely used ones count too. A layer without uses gets equal values.

@@ -49,9 +49,9 @@ class Policies(MutableMapping[str, type[Policy]]):
     """
 
     def __init__(self, own: Iterable[type[Policy]], reserved: Collection[str]) -> None:
-        """Start with our own policies.
+        """Make a registry with the policies of this package.
 
-        reserved: further names that no policy may have.
+        own: these policies. reserved: further names that no policy may have.
         """
         self.own = {each.name: each for each in own}
         self.faults: list[str] = []
