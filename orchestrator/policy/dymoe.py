@@ -271,8 +271,8 @@ class DyMoEPlacement(Placement):
             schedule = self.settings.schedule
             other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
             less = f": the schedule {schedule} reaches no smaller share{other}"
-        realised = f"realised {depth.realised:.3f}{less}"
-        return f"dymoe {high}/{low}, critical share r={depth.retention:g} ({realised})"
+        achieved = f"realised {depth.realised:.3f}{less}"
+        return f"dymoe {high}/{low}, critical share r={depth.retention:g} ({achieved})"
 
 
 class DyMoE(Policy):
