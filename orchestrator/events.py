@@ -15,7 +15,7 @@ import numpy as np
 
 SKIP = 255  # tier of an expert that is not computed
 SKIP_TIER = "skip"  # the name of that tier
-ABSENT = 254  # residency of an expert of which no tier is in memory
+ABSENT = 254  # residency of an expert that is in memory in no tier
 MAX_PREFETCH = 1024
 ALL_KINDS = 0  # in a prefetch request: every matrix of the expert
 

@@ -73,7 +73,7 @@ class SequenceUse:
         self._of: dict[int, np.ndarray] = {}
         self._step = -1
         self._in_step: dict[int, np.ndarray] = {}
-        self._given: set[int] = set()  # restored since the last step
+        self._given: set[int] = set()  # sequences that were restored since the last step
 
     def _none(self) -> np.ndarray:
         return np.zeros((2, *self._size))
@@ -470,10 +470,10 @@ class ContextAware(Policy):
         self.updates = 0
         self.use = SequenceUse(*size)
         self._learned: np.ndarray = np.zeros(size)
-        self._predicted = -1  # the step of which look-ahead has counted the last layer
-        self._placed = True  # whether no prompt was read since the latest placement
+        self._predicted = -1  # the step in which predictions were counted for the last layer
+        self._placed = True  # whether no prompt was read since tiers were chosen last
         self._wanted: np.ndarray | None = None
-        self._latest: np.ndarray | None = None  # wanted by the latest placement
+        self._latest: np.ndarray | None = None  # the tiers that were chosen last
         self._scores: np.ndarray = np.zeros(size)
         self._moved = self._steps = 0
 

@@ -307,7 +307,7 @@ class Tuner:
         k, depth = start
         self._weights = weights
         self._pairs = [*product(range(1, k + 1), range(1, depth + 1))]
-        # Sums of unused_and_missed by group: of the active pair, and of every (K, P).
+        # For each group, sums of unused_and_missed for the current (K, P), and for every (K, P).
         self._ran = np.zeros((len(GROUPS), 2), np.int64)
         self._sums = np.zeros((len(GROUPS), depth, k, 2), np.int64)
         self._n_ran, self._n = Counter[int](), Counter[int]()

@@ -239,7 +239,7 @@ class Mixed(Learning):
         tiers = hull.at(hull.least_bytes)
         pools = pools_of(shape, settings, tiers)
         spare, beyond = budget_bytes, budget_bytes if fits(pools, budget_bytes) else 0
-        while beyond > 0:  # slots in reserve and those of unused tiers come on top
+        while beyond > 0:  # reserve slots and slots of unused tiers exceed the budget
             tiers = hull.at(spare)
             pools = pools_of(shape, settings, tiers)
             beyond = pools.plan().total_bytes - budget_bytes
@@ -260,7 +260,8 @@ class Mixed(Learning):
         self._pools, self._wanted = self.placement.pools, self.placement.tiers.copy()
         self._used = sorted(set(self._wanted.ravel().tolist()))  # tiers that experts have
         self._moved = self._exchanged = 0
-        self._unseen_us = math.inf  # of steps since the last look
+        # Microseconds of steps since the last report with counts and states.
+        self._unseen_us = math.inf
         # The states (resident, target) for which no move found a slot; they need no second search.
         self._no_moves: tuple[bytes, bytes] | None = None
 
