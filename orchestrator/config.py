@@ -414,7 +414,7 @@ class Config(Settings):
     )
     cache_ram: int | None = setting(
         None,
-        "Memory for the KV cache of earlier prompts. It is part of --ram; 0 for none.",
+        "Memory for the KV cache of earlier prompts, as a part of --ram; 0 for none.",
         unit=RATE,
         metavar="SIZE",
         shown="by memory",

@@ -32,7 +32,7 @@ class Intervals(Background):
     update_ms: int | None = setting(
         None,
         "Milliseconds of compute after which the most used experts are determined again, as in "
-        "the paper; 0 for never. Replaces --update-steps.",
+        "the paper, instead of --update-steps; 0 for never.",
         within=(0, 2**31),
     )
     hotness_decay: float = setting(
