@@ -225,7 +225,7 @@ def test_a_retention_that_the_schedule_cannot_reach_is_described():
     least = policy_of(DyMoE, shape, DyMoE.Settings(retention=0.0)).placement.depth.realised
     assert 0.5 < least < 0.75
     for retention, schedule, said in (
-        (least - 0.05, "cosine", ": the schedule cosine reaches no smaller share; --schedule"),
+        (least - 0.05, "cosine", "cosine reaches no smaller share; --schedule flat does)"),
         (least, "cosine", f"(realised {least:.3f})"),
         (0.75, "cosine", "(realised 0.750)"),
         (least - 0.05, "flat", "(realised 0.500)"),
