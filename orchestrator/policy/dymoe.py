@@ -272,7 +272,7 @@ class DyMoEPlacement(Placement):
             other = "" if schedule == FLAT else f"; --schedule {FLAT} does"
             less = f": the schedule {schedule} reaches no smaller share{other}"
         achieved = f"realised {depth.realised:.3f}{less}"
-        return f"dymoe {high}/{low}, critical share r={depth.retention:g} ({achieved})"
+        return f"dymoe {high}/{low} retention={depth.retention:g} ({achieved})"
 
 
 class DyMoE(Policy):
