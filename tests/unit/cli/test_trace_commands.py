@@ -67,7 +67,7 @@ def test_options_reach_the_replay(recorded):
 
     options = ("--retention=0.5", "--low-tier=skip", "--schedule=flat", "--prefetch=off")
     found = json.loads(done("replay", recorded, "--json", *options))
-    assert found["policy"].startswith("dymoe q4_k/skip r=0.5")
+    assert found["policy"].startswith("dymoe q4_k/skip retention=0.5")
     assert found["n_ahead"] == 0
     assert found["runs"]["dymoe"]["decode"]["mix"]["skip"] == 0.5
 
