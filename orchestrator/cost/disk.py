@@ -95,7 +95,7 @@ class Bandwidth(NamedTuple):
         """The speed for bytes that have not been read for a long time."""
         return self._replace(bytes_per_s=self.first_bytes_per_s or self.bytes_per_s)
 
-    def beside(self, config: Config) -> Bandwidth:
+    def with_compute_threads(self, config: Config) -> Bandwidth:
         """Return the speed with compute threads running.
 
         If they leave a core free, reading takes no time from them.
@@ -369,7 +369,7 @@ def _kept(
         latency_s=latency,
         first_bytes_per_s=_MIB / first,
     )
-    return found.beside(config)
+    return found.with_compute_threads(config)
 
 
 def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
