@@ -52,12 +52,15 @@ if TYPE_CHECKING:
 
 
 class Measurement(Command):
-    """The command of one benchmark."""
+    """The command that runs one benchmark.
+
+    experiment: the name of the benchmark.
+    """
 
     experiment = ""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the benchmark's options. The benchmark is imported on the first call."""
+        """Return the options of the benchmark. The first call imports the benchmark's module."""
         if not self.params:
             experiment = load(BENCHMARKS, self.experiment)
             for declared in experiment.options.declared().values():
@@ -68,7 +71,7 @@ class Measurement(Command):
 
 
 class Measurements(Measurement, Group):
-    """`moe-edge bench`: a benchmark itself, and the group of the other benchmarks."""
+    """The command `moe-edge bench`: a default benchmark, with other benchmarks as subcommands."""
 
 
 def _measure(name: str, as_json: bool, **options: Any) -> None:
@@ -289,9 +292,11 @@ def make_table(
     reference: Path | None = None,
     types: Sequence[str] = (),
 ) -> LossTable:
-    """Measure a model's loss table and write it, by default next to the model. Shows the progress.
+    """Measure a model's loss table, write it to a file, and return it.
 
-    Raises ConfigError if the model's folder cannot be written.
+    The progress is shown on the console. out: the file to write, by default a file next to the
+    model. reference: the model in full precision. types: further precisions to measure. Raises
+    ConfigError if the model's folder cannot be written.
     """
     from orchestrator.cache.files import check_target
     from orchestrator.cost.losses import default_path

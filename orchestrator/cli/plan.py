@@ -62,7 +62,10 @@ _USUAL = (
 
 
 def render(found: Frontier, best: str) -> str:
-    """Format the plans as a table, the fastest first. best: the tier that KL is measured from."""
+    """Format the plans of a model as a table, the fastest first.
+
+    best: name of the precision against which quality loss (KL) is measured.
+    """
     from orchestrator.cost.plans import behind_text
     from orchestrator.cost.speeds import DISTURBED
     from orchestrator.cost.time import PROMPT_TOKENS
@@ -96,14 +99,14 @@ def render(found: Frontier, best: str) -> str:
 
 
 def _kl(each: Candidate) -> str:
-    """Format a plan's quality loss; "?" if it is unknown."""
+    """Format a plan's quality loss; "?" if the loss is unknown."""
     if each.kl is None:
         return "?"
     return "<= " * each.kl_at_most + (f"{each.kl:.2g}" if each.kl else "0")
 
 
 def render_known(known: Known) -> str:
-    """Format the table of known models on this machine."""
+    """Format the table of known models on this machine as text."""
     rows = [_KNOWN_HEAD, *(_known_row(row, known.runs(row)) for row in known.best())]
     slow = "" if known.disk_bytes_per_s >= SLOW_DISK else ", which is slow"
     machine = (
@@ -138,7 +141,7 @@ def _number(value: float | None) -> str:
 
 
 def _up_to(least: float | None, most: float | None) -> str:
-    """Format a number, or a range if the two differ by more than the error of a prediction."""
+    """Format a predicted number, or a range if the two numbers differ clearly."""
     if least is None or most is None or most < _DIFFER * least:
         return _number(least)
     return f"{_number(least)}-{_number(most)}"
@@ -159,7 +162,10 @@ def _known_row(row: Row, runs: str) -> tuple[str, ...]:
 
 
 def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
-    """Print the table of known models."""
+    """Print the table of known models on this machine.
+
+    options: the options of the command `moe-edge plan`.
+    """
     chosen = {"remember": True, **given(options), "model": os.devnull}
     config = make_config(chosen)  # the model is a placeholder
     with Console().bars() as console:
@@ -198,7 +204,11 @@ def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any)
 
 
 def _print_plans(asked: str, as_json: bool, picture: Path | None, options: dict[str, Any]) -> None:
-    """Print the plans of one model: a file, a file on the Hub, or a URL."""
+    """Print the plans of one model.
+
+    asked: a file, a model on the Hugging Face Hub, or a URL. picture: the file for a plot, or None.
+    options: the options of the command `moe-edge plan`.
+    """
     from gguf_tools.hub import fetch_headers, find_pulled, is_remote
     from orchestrator.cli import pictures
     from orchestrator.cli.machine import examine
