@@ -21,8 +21,7 @@ from orchestrator.errors import MoeEdgeError
 
 
 class Where(NamedTuple):
-    """The module and the function of a command in this package, and its line in the list of
-    commands.
+    """The module and the name of a command in this package, and its line in the list of commands.
     """
 
     module: str
@@ -86,7 +85,7 @@ class Commands(Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names and the one-line helps of all commands, without importing their modules."""
+        """Write the list of commands, with one line for each, without importing their modules."""
         rows = {
             heading: [(name, where.help) for name, where in commands.items()]
             for heading, commands in GROUPS.items()
