@@ -65,8 +65,7 @@ _LONGEST_CONSTRAINT = 1 << 20
 @conversation_options
 @option(
     "--resume",
-    "Continue the latest conversation. It is that of --prompt-cache, or of the last chat on a "
-    "terminal.",
+    "Continue the latest conversation of --prompt-cache, or else of the last chat on a terminal.",
 )
 def chat(
     prompt: str | None,

@@ -178,7 +178,7 @@ def misses_line(copies: Bandwidths, expert_bytes: int) -> str:
     GPU and of the CPU.
     """
     if not copies.pinned:
-        return "copied to the GPU: host memory cannot be pinned"
+        return "missing experts are copied to the GPU: host memory cannot be pinned"
     waits_s = 2 * copies.round_trip_us / 1e6  # seconds: for gate and up together, and for down
     ways = {"copied": copies.pinned, "computed on the CPU": copies.compute}
     took = {way: expert_bytes / speed for way, speed in ways.items() if speed}

@@ -21,8 +21,7 @@ from orchestrator.errors import MoeEdgeError
 
 
 class Where(NamedTuple):
-    """The module and the name of a command in this package, and its line in the list of commands.
-    """
+    """The module and the name of a command in this package, and its line in the help."""
 
     module: str
     name: str

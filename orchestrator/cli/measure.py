@@ -125,7 +125,11 @@ for _name, _place in BENCHMARKS.items():
     "Multiple-choice questions, as JSON lines. The fields are question, choices and answer.",
 )
 @option("--kl", "Compare with the best precision of the file.")
-@option("--kl-from TIER", "Compare with this precision, as the best one in use.", group=MORE)
+@option(
+    "--kl-from TIER",
+    "Compare with this precision, such as the best one in use, instead of the file's best one.",
+    group=MORE,
+)
 @option("--max-tokens tokens N", "Use at most N tokens of the text.")
 # The old name of --max-tokens, for scripts.
 @option("--tokens as_before N", "", hidden=True)
@@ -140,25 +144,27 @@ for _name, _place in BENCHMARKS.items():
 @option("--prefill", "Score the text in prefill, instead of token by token.", group=MORE)
 @option(
     "--reuse",
-    "Compute a low request with a high copy if one is in memory, as a chat does. Results then "
-    "depend on the memory.",
+    "If a better copy of a requested expert is in memory, compute with this copy, as a chat does. "
+    "Results then depend on the memory.",
     group=MORE,
 )
 @option(
     "--bandwidth SIZE",
-    "Read bandwidth per second, such as 2GB, for the virtual time of policies that decide by the "
+    "Disk bandwidth per second, such as 2GB, in the simulation for policies that decide by the "
     "contents of memory.  [default: measured]",
     group=MORE,
 )
 @option(
     "--latency-us N",
-    "Latency of a read in that time, in microseconds.  [default: measured]",
+    "Latency of a disk read in the simulation of --bandwidth, in microseconds.  "
+    "[default: measured]",
     type=click.IntRange(0, 10**7),
     group=MORE,
 )
 @option(
     "--compute-ms MS",
-    "Compute time of a token in that time, without waits, in milliseconds.  [default: measured]",
+    "Compute time of a token in the simulation of --bandwidth, without waits, in milliseconds.  "
+    "[default: measured]",
     type=Number(0, 10**6),
     group=MORE,
 )
@@ -265,7 +271,10 @@ def calibrate(
         raise click.UsageError("--save-imatrix needs a long text: give --calib TEXT")
     if save_imatrix is not None and (out is not None or options["method"] is not None):
         unused = "--method" if out is None else "--out"
-        raise click.UsageError(f"{unused} is for the loss table, which --save-imatrix omits")
+        raise click.UsageError(
+            f"{unused} has no effect with --save-imatrix, which writes no loss table: leave one of "
+            "them out"
+        )
     if save_imatrix is None:
         options["calib_tokens"] = options["calib_tokens"] or TOKENS
     method = chosen_method(options, has_text=True)

@@ -298,7 +298,8 @@ conversation_options = together(*(each for each in _OWN if each.conversation))
 
 
 CALIB_TOKENS = option(
-    "--calib-tokens N", "Use at most N tokens of it.  [default: 65536, or 8192 for a loss table]"
+    "--calib-tokens N",
+    "Use at most N tokens of the calibration text.  [default: 65536, or 8192 for a loss table]",
 )
 RAM = option_of(
     replace(

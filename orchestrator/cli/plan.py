@@ -88,7 +88,8 @@ def render(found: Frontier, best: str) -> str:
         [
             *aligned([_HEAD, *rows]),
             f"Prompts have {PROMPT_TOKENS} tokens. The loss is the mean KL from {best} per token; "
-            "0 is lossless. +: no other plan is both faster and more exact; *: chosen.",
+            "0 is lossless. The plan marked * is chosen. A plan is marked + if no other plan is "
+            "both faster and less lossy.",
             _USUAL,
             *([_UNKNOWN] if any(each.token_ms_skewed for each in found.candidates) else []),
             f"`chat` and `serve` use {found.why}",
@@ -116,12 +117,13 @@ def render_known(known: Known) -> str:
     )
     legend = (
         f"Each model is shown in the best precision with at least {WELL:g} tokens per second, or "
-        f"else in the fastest one; --json lists all. Here: {FITS}, all of it in memory; {STREAMS}, "
-        f"experts are read from disk as needed; {NO_ROOM}, larger than the free disk space. "
-        f"At 8k: tokens per second after {LONG} tokens. First: seconds until the answer to a first "
-        f"prompt of {known.first_tokens} tokens starts. Speeds of models that stream assume "
-        "uniform expert usage, the slowest case; the upper end of a range assumes that few "
-        f"experts get most of the tokens."
+        f"else in the fastest one; --json lists all. The column 'here' is '{FITS}' if the model "
+        f"fits in memory, and '{STREAMS}' if its experts are read from disk as needed. It is "
+        f"'{NO_ROOM}' if the model is larger than the free disk space. The column 'at 8k' has the "
+        f"tokens per second after {LONG} tokens. The column 'first' has the seconds until the "
+        f"answer to a first prompt of {known.first_tokens} tokens starts. Speeds of models that "
+        "stream assume uniform expert usage, the slowest case; the upper end of a range assumes "
+        "that few experts get most of the tokens."
     )
     return "\n".join(
         [

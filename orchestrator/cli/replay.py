@@ -86,7 +86,10 @@ def trace(
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
     if prefill and text is None:
-        raise click.UsageError("--prefill is for --text: a prompt is a prefill already")
+        raise click.UsageError(
+            "--prefill is for --text, because the prompt of -p is always read in prefill: "
+            "leave --prefill out"
+        )
     check_trace_target(out)
     options["policy"] = options["policy"] or DEFAULT
     config = make_config(options)

@@ -127,10 +127,10 @@ def known_here(request: PlanRequest, begins: Callable[[str, float | None], None]
     named = [*(name for name in of_one if config.given(name) is not None), *config.of_policies]
     if named:
         flag = flag_of(named[0])
-        raise ConfigError(f"{flag} is of one model: name it with -m, or leave {flag} out")
+        raise ConfigError(f"{flag} needs a model: name one with -m, or leave {flag} out")
     if config.vram is not None or config.device not in (AUTO, CPU):
         raise ConfigError(
-            "known models are predicted for the CPU alone: leave --device and --vram out"
+            "the table of known models covers only the CPU: leave --device and --vram out"
         )
     machine = probe()
     ram = min(config.ram, machine.memory_bytes) if config.ram else machine.usable_bytes

@@ -233,13 +233,13 @@ class LossTable:
         if self.fit is not None:
             low, high = (math.exp(side * 1.96 * self.fit.error) for side in (-1, 1))
             lines.append(
-                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its mean is {low:.2f} to "
-                f"{high:.2f} of the fitted one (95 %)"
+                f"  KL is estimated by {self.fit.text.split(', sha')[0]}: its true mean is "
+                f"{low:.2f} to {high:.2f} times the fitted mean (95 % confidence)"
             )
             low, high = self.fit.spread
             lines.append(
-                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) of "
-                f"that; estimates use {high:.2f}"
+                f"  Windows of the text lose {low:.2f} (10th percentile) to {high:.2f} (90th) "
+                f"times their fitted loss; estimates use the factor {high:.2f}"
             )
         if not seen.all():
             lines.append(f"  {np.count_nonzero(~seen)} of {seen.size} experts saw no token")
@@ -508,14 +508,19 @@ class LossModel:
         used.
         """
         table, why = self._loaded
-        self.note = None if why is None else f"Nominal losses are used: {why}: {self._remedy}"
+        self.note = None
+        if why is not None:
+            self.note = f"Nominal losses are used instead of measured ones: {why}: {self._remedy}"
         of = LossTable.per_use if per_use else LossTable.of_tiers
         losses = None if table is None else of(table, tiers)
         if losses is None and table is not None:
             missing = f"lacks one of {', '.join(tiers)}"
             if self._named is not None:
                 raise ConfigError(f"--losses {self._named} {missing}: calibrate with all of them")
-            self.note = f"The model's loss table {missing}: nominal losses are used."
+            self.note = (
+                f"The model's loss table {missing}: nominal losses are used instead of measured "
+                f"ones."
+            )
         return losses
 
     def estimate(self, tiers: Sequence[str], base: str | None = None) -> KlEstimate | None:
@@ -558,7 +563,7 @@ class LossModel:
         if self.estimate(tiers) is not None:
             return ""
         if table.fit is None:
-            return f"{self._path} has no factors that make KL of its losses: {self._remedy}"
+            return f"{self._path} has no conversion of its errors to KL: {self._remedy}"
         return f"{self._path} lacks one of {', '.join(tiers)}: {self._remedy}"
 
     @property

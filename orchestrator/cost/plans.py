@@ -209,8 +209,8 @@ def choose(
     if not within:
         least = min(each.kl for each in found if each.kl is not None)
         raise ConfigError(
-            f"no plan in this memory keeps to {allowed:g} nats: the closest has {least:.2g}; allow "
-            f"more, or give more memory"
+            f"no plan in this memory loses at most {allowed:g} nats per token: the closest loses "
+            f"{least:.2g}. Allow a larger loss, or give more memory"
         )
     fastest = min(each.token_ms for each in within)
     near = (each for each in within if each.token_ms <= AS_FAST * fastest)

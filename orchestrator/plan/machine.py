@@ -149,7 +149,9 @@ def find_gpu(bindings: Bindings, device: str, vram: int | None = None) -> Accele
         name = _FIRST_GPU if bindings.api.llama_supports_gpu_offload() else CPU
     if name == CPU:
         if vram is not None:
-            reason = "--device cpu asks for none" if device == CPU else "there is none here"
+            reason = (
+                "--device cpu uses no GPU" if device == CPU else "this build has no GPU support"
+            )
             raise ConfigError(
                 f"--vram caps a GPU's memory, and {reason}: leave it out, or build with "
                 f"`make build GPU=cuda` on a machine with a GPU"

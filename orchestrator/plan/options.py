@@ -25,8 +25,8 @@ def check_unused(config: Config) -> None:
             continue  # the allowed loss chooses the policy, with the help of the loss table
         if name is None and DEFAULT not in having:
             raise ConfigError(
-                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or ask "
-                f"for that policy"
+                f"{flag_of(given)} is for --policy {' or '.join(having)}: leave it out, or choose "
+                f"that policy"
             )
         if name is not None and name not in having:
             raise unused_option(given, name)
@@ -40,7 +40,8 @@ def check_unused(config: Config) -> None:
         )
     if config.renormalize and config.low_tier != SKIP_TIER:
         raise ConfigError(
-            f"--renormalize is for --low-tier {SKIP_TIER}: leave it out, or ask for that"
+            f"--renormalize needs --low-tier {SKIP_TIER}: give both options, or leave "
+            f"--renormalize out"
         )
     if name is not None and (name == PLAIN or policy_class(name).precisions.most == 1):
         for lower in ("low", "low_tier"):

@@ -426,17 +426,16 @@ class _Layout:
                 return plan
         most = usual.n_ctx if config.ctx else self._own_context or usual.n_ctx
         shared = self._sharing(plan, most, own)
-        longest, each = (
-            shared.longest(most),
-            most // (1 + self.request.needs.sequences) if config.ctx else 1,
-        )
-        if longest < each:
-            needed = room.cap_bytes + shared.least_slots - shared.slots(each, 1)
+        longest = shared.longest(most)
+        n_ctx = most // (1 + self.request.needs.sequences) if config.ctx else 1
+        if longest < n_ctx:
+            needed = room.cap_bytes + shared.least_slots - shared.slots(n_ctx, 1)
             if not config.ctx:  # not even the shortest context fits
                 text = f"the policy {placement.name} needs {needed} bytes"
                 return _TooSmall(text, needed, self._option, placement.policy, may_divide=False)
+            limit = self._given(room).rstrip(",")
             return Refusal(
-                f"--ctx {each} is too long for {self._given(room).rstrip(',')}: the longest "
+                f"--ctx {n_ctx} is too long for {limit}: the longest "
                 f"context with the minimum experts of the policy {placement.name} is {longest} "
                 f"tokens",
                 needed,
@@ -581,8 +580,9 @@ class _Layout:
         if not room.managed:
             fits, needed = room.fits_whole, room.total_bytes
             if not fits and config.policy == PLAIN and asked:
+                limit = self._given(room)
                 return Refusal(
-                    f"{self._given(room)} is too little for the policy plain, which keeps "
+                    f"{limit} is too little for the policy plain, which keeps "
                     f"everything in memory: it needs at least {format_least(needed)} with a "
                     f"context of {room.n_ctx} tokens; the other policies keep experts on disk",
                     needed,
@@ -710,11 +710,12 @@ class _Layout:
             other = self._asked_with(self.config.compared(policy=BASELINE)).least()
             if isinstance(other, Plan) and _differ(other.cap_bytes, plan.cap_bytes):
                 parts += f"; --policy {BASELINE} works from {format_least(other.cap_bytes)}"
+        limit, option, least = self._given(self.room()), self._option, format_least(plan.cap_bytes)
         return Refusal(
-            f"{self._given(self.room())} is too little: the smallest {self._option} that works "
-            f"with the policy {name} is {format_least(plan.cap_bytes)}, {parts}",
+            f"{limit} is too little: the smallest {option} that works with the policy {name} is "
+            f"{least}, {parts}",
             plan.cap_bytes,
-            self._option,
+            option,
         )
 
     def _asked_with(self, config: Config) -> _Layout:
@@ -725,14 +726,15 @@ class _Layout:
 
         needed_bytes: the smallest --ram or --vram that works with this --cache-ram.
         """
-        text = (
-            f"--cache-ram {format_size(self.config.cache_ram or 0)} is too much for "
-            f"{self._given(self.room()).rstrip(',')}: lower it, leave it out, or "
-        )
+        cache, limit = self.config.cache_ram or 0, self._given(self.room()).rstrip(",")
         more = "free memory"
         if self._asked is not None:
             more = f"give {self._option} {format_least(needed_bytes)}"
-        return Refusal(text + more, needed_bytes, "--cache-ram")
+        text = (
+            f"--cache-ram {format_size(cache)} is too much for {limit}: lower it, leave it out, or "
+            f"{more}"
+        )
+        return Refusal(text, needed_bytes, "--cache-ram")
 
 
 def _differ(a: int, b: int) -> bool:

@@ -240,7 +240,9 @@ def test_equally_fast_plans_are_ordered_by_loss():
     assert choose([fast, near, far], 0.1) is near
     assert choose([fast, near, far], 0.001) is far
     unknown = made("d", 0.1, None)
-    with pytest.raises(ConfigError, match=r"no plan in this memory keeps to 0.001 nats.* 0.01"):
+    with pytest.raises(
+        ConfigError, match=r"no plan in this memory loses at most 0.001 nats.* 0.01"
+    ):
         choose([unknown, fast], 0.001)
 
 
