@@ -105,7 +105,7 @@ class Group(Command, click.Group):
 
 
 def _in_short(text: str) -> str:
-    """Return the first sentence of an option's help, and its default."""
+    """Return the first sentence of an option's help, followed by the option's default."""
     default = re.search(r"  \[default: .*?\]", text)
     sentence, dot, _ = text.partition(". ")
     return sentence + dot.rstrip() + (default[0] if default else "")

@@ -254,7 +254,7 @@ def evaluate(study: str | None, out: Path | None, as_json: bool, **options: Any)
 def calibrate(
     file: Path, reference: Path | None, out: Path | None, save_imatrix: Path | None, **options: Any
 ) -> None:
-    """Measure what each expert loses in each precision, on a text.
+    """Measure on a text how much quality each expert loses in each precision.
 
     The loss table is written next to the model, where --max-loss finds it. An interrupted run
     continues when the command is repeated.
@@ -343,9 +343,9 @@ def check(
 ) -> None:
     """Test a model, and write a report.
 
-    Tests its file, tokenizer and chat template; whether the output equals llama.cpp's own; its
-    memory use at three budgets; and its speed. The report names the file and this machine's
-    processor. The exit status is 0 if all tests pass.
+    The tests cover its file, tokenizer and chat template, its memory use at three budgets, and its
+    speed. They also compare its output with llama.cpp's own. The report names the file and this
+    machine's processor. The exit status is 0 if all tests pass.
     """
     from orchestrator.cache.files import check_target, write_whole
     from orchestrator.lab.check import CheckOptions, examine, render

@@ -39,7 +39,10 @@ _MARKERS = "os^DvP"
 
 
 def prepare(path: Path) -> None:
-    """Check that a plot can be written to this path, before any work. Raises ConfigError."""
+    """Raise ConfigError if a plot cannot be written to this path.
+
+    A command calls this function before it does any work.
+    """
     require_matplotlib("--plot")
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(_FORMATS)}")

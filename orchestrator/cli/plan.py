@@ -189,12 +189,13 @@ def _print_known_models(as_json: bool, options: dict[str, Any]) -> None:
 def plan(named: str | None, as_json: bool, picture: Path | None, **options: Any) -> None:
     """Show which models this machine can run, or how it would run one model.
 
-    Without a model, it prints a table of known models. MODEL may be a file, hf:OWNER/NAME/FILE or a
-    URL; only the header of a remote file is read. Then it prints the plans for the model by speed
-    and quality loss, and the chosen one. Predictions: milliseconds per token, seconds until the
-    first token, and the KL divergence from the file's best precision in nats per token, if the
-    model has a loss table. The option --max-loss makes `chat` and `serve` use the fastest plan
-    within that loss.
+    Without a model, the command prints a table of known models. With a model, it prints the plans
+    for this model by speed and quality loss, and the chosen plan. MODEL may be a file,
+    hf:OWNER/NAME/FILE or a URL; only the header of a remote file is read.
+
+    A plan has predictions of the milliseconds per token and the seconds until the first token. If
+    the model has a loss table, it also has the KL divergence from the file's best precision in nats
+    per token. The option --max-loss makes `chat` and `serve` use the fastest plan within that loss.
     """
     asked = one_name(named, options["model"])
     if asked is not None:

@@ -53,7 +53,7 @@ class CalibrationTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """The seconds of all parts."""
+        """The predicted seconds of the whole calibration."""
         return self.read_s + self.measure_s + self.n_passes * self.pass_s
 
     @classmethod

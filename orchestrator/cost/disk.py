@@ -391,7 +391,10 @@ def _kept(
 
 
 def slow_kind(path: Path, sysfs: Path = Path("/sys")) -> str | None:
-    """Return a description of the disk of a file if it is usually slow; None for any other disk."""
+    """Return a description of the disk that holds a file, if such disks are usually slow.
+
+    The result is None for any other disk.
+    """
     here = path.resolve()
     mounts = [
         each for each in psutil.disk_partitions(all=True) if here.is_relative_to(each.mountpoint)

@@ -247,7 +247,7 @@ class LossTable:
 
 
 def default_path(model: Path) -> Path:
-    """Return the path of a model's loss table."""
+    """Return the path of a model's loss table, which is in the folder of the model."""
     return model.with_name(model.name + SUFFIX)
 
 
@@ -391,7 +391,10 @@ def _damaged(path: Path, again: str) -> LossTableError:
 
 
 def calibrate_command(model: Path | str | None) -> str:
-    """Return the command that makes a model's loss table, or replaces it."""
+    """Return the command that makes a model's loss table.
+
+    If the table exists already, the command replaces it.
+    """
     if model is None:
         return "`moe-edge calibrate -m MODEL`"
     replaces = " --force" if default_path(Path(model)).exists() else ""
@@ -435,7 +438,7 @@ class Foreseen:
 
     @property
     def text(self) -> str:
-        """A phrase for the status line; empty if the plan is lossless."""
+        """A phrase for the status line about the predicted loss; empty if the plan is lossless."""
         if self.kl is None:
             return f", quality loss from {self.base} unknown (run `moe-edge calibrate`)"
         if not self.kl:

@@ -58,7 +58,7 @@ class Product(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the weights."""
+        """The size of the weight matrix in bytes."""
         return row_bytes(self.type, self.n_in) * self.n_out
 
 

@@ -175,7 +175,7 @@ class Timings:
 
 
 def _read(seconds: object, at: object, quiet: object) -> Timing:
-    """Parse a timing. Raises ValueError for invalid values."""
+    """Parse one stored timing. Raises ValueError for invalid values."""
     times = isinstance(seconds, float) and isinstance(at, float) and isinstance(quiet, bool)
     if not (times and 0.0 < seconds < 1e6):  # type: ignore[operator]
         raise ValueError

@@ -110,7 +110,10 @@ def _read_limit(folder: Path, limits_in: Sequence[str], usage_in: str) -> tuple[
 
 
 def more_than_there(ram: int | None, machine: Machine) -> str | None:
-    """Return a note if --ram exceeds free memory, so that free memory is the limit."""
+    """Return a note if --ram exceeds the free memory, which is then the limit instead.
+
+    The result is None otherwise.
+    """
     if ram is None or ram <= machine.memory_bytes:
         return None
     free = format_size(machine.memory_bytes)

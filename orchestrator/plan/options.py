@@ -82,8 +82,9 @@ def without_effect(config: Config) -> str | None:
 def notes_of(config: Config, model: ExpertModel) -> list[str]:
     """Return notes that the user should read before the model runs.
 
-    One note says that --ctx exceeds the training context. Others name a part of the file whose
-    quantization differs from the other parts: the model runs, but this is probably a mistake.
+    One note says that --ctx exceeds the training context. Other notes name a part of the file whose
+    quantization differs from the other parts. Such a model runs, but the file is probably a
+    mistake.
     """
     own, asked, notes = model.hparams.context_length, config.ctx, []
     if own and asked is not None and asked > own:

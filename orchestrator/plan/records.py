@@ -38,7 +38,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory minus headroom for the display."""
+        """Free memory of the device, minus a reserve for the display."""
         return _less_headroom(self.memory_bytes)
 
 
@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory minus headroom for other programs."""
+        """Free memory of this machine, minus a reserve for other programs."""
         return _less_headroom(self.memory_bytes)
 
 
