@@ -128,11 +128,10 @@ def verify(
 @click.command(cls=Command)
 @JSON
 def architectures(as_json: bool) -> None:
-    """List the architectures whose experts are tested to run from disk, by their names in GGUF
-    files.
+    """List the architectures that are tested with experts on disk, by their names in GGUF files.
 
-    The experts of other architectures also run from disk if llama.cpp's graph allows it. The
-    command inspect shows how a file would run.
+    Other architectures also run with experts on disk if llama.cpp's graph allows it. The command
+    inspect shows how a file would run.
     """
     from gguf_tools.experts import PROVEN
 

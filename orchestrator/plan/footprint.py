@@ -82,8 +82,8 @@ def compute_bytes(
     n_tokens: micro-batch size.
 
     graph_bytes: the scratch that llama.cpp counted for this context and micro-batch. If it is None,
-    the scratch is estimated from above. The count includes neither token importance nor the CPU's
-    work buffer of the widest expert product. That buffer has inputs in 8-bit blocks and row
+    an upper estimate of the scratch is used. llama.cpp counts neither token importance nor the
+    CPU's work buffer of the widest expert product. That buffer has inputs in 8-bit blocks and row
     indices.
     """
     config, hparams = request.config, model.hparams
@@ -181,9 +181,9 @@ def process_bytes(model: ExpertModel, request: PlanRequest, on_gpu: bool = False
 
 
 def exchange_bytes(model: ExpertModel, n_tokens: int) -> int:
-    """Return the bytes of the rows of one layer that the host computes for a device.
+    """Return the bytes that host and device exchange when the host computes experts of a layer.
 
-    The rows are the inputs and results of all experts that n_tokens tokens use.
+    They are the inputs and the results of all experts that n_tokens tokens use.
     """
     longest = max(max(shape) for kinds in model.shapes for shape in kinds if shape is not None)
     return 3 * 4 * n_tokens * model.n_expert_used * longest

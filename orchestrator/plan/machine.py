@@ -43,11 +43,10 @@ def probe(device: Device | None = None) -> Machine:
 
 
 def _own_bytes() -> int:
-    """Return the memory of this process that a plan counts too, in bytes.
+    """Return how much memory this process already uses, at most PROCESS_BYTES.
 
-    A plan subtracts the memory of the whole process from the free memory. The caller therefore adds
-    the memory that the process uses already. The result is at most PROCESS_BYTES, so that it does
-    not include another loaded model.
+    probe() counts this memory as free, because a plan later subtracts the memory of the whole
+    process. The limit leaves out the memory of another loaded model.
     """
     return min(private_bytes(), PROCESS_BYTES)
 

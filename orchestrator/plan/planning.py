@@ -76,8 +76,8 @@ def plan(
 ) -> Plan | Refusal:
     """Return the memory plan of a model for this machine, or a refusal if the model does not fit.
 
-    If the user named no policy, the choice has three cases. llama.cpp's own path is chosen if
-    everything fits, and no option asks for lower precisions or for slots. The baseline policy is
+    If the user named no policy, the choice has three cases. The model runs without an expert store
+    if everything fits, and no option asks for lower precisions or for slots. The baseline policy is
     chosen if every expert fits in the high tier, and no option asks for lower precisions. The
     default policy is chosen otherwise. The result is lossless unless an option asks for lower
     precisions.
@@ -221,7 +221,7 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Return whether the options permit llama.cpp's own path, which has no expert store.
+    """Return whether the options permit to run the model without an expert store.
 
     Whether the model fits in memory is not checked. Raises ConfigError if --policy plain was given
     together with options that need an expert store.
@@ -361,8 +361,7 @@ class _Layout:
         """Return a plan with the sizes of everything except expert slots.
 
         n_ctx: context length in tokens. n_tokens: micro-batch size in tokens. If a size is 0, the
-        requested or default size is used. managed: the plan is for an expert store, not for
-        llama.cpp's own path.
+        requested or default size is used. managed: the model runs with an expert store.
         """
         request, model, device = self.request, self.model, self.machine.device
         config = request.config
@@ -572,8 +571,9 @@ class _Layout:
     def plan_in(self, room: Plan, prompts: int) -> Plan | Refusal:
         """Complete a plan without slots, or return a refusal if the memory is too small.
 
-        room: the plan without slots. prompts: prompt cache bytes. The result uses llama.cpp's own
-        path if that fits or is requested, otherwise a policy with expert slots.
+        room: the plan without slots. prompts: prompt cache bytes. The result has no expert store if
+        the whole model fits, or if --policy plain was given. Otherwise, the result has the slots of
+        a policy.
         """
         config, model, asked = self.config, self.model, self._asked
         room = replace(room, prompt_bytes=prompts)

@@ -167,10 +167,10 @@ def longest_context(most: int, step: int, too_long: Callable[[int], bool]) -> in
 class SharedMemory:
     """The memory that expert slots, KV cells, scratch and prompt copies share. Sizes are in bytes.
 
-    n_bytes: the sum of all parts. least_slots: the smallest slots with which the policy works.
-    all_slots: the size of slots for every expert. cell_bytes: the KV cache of one token. cell_step:
-    the number of KV cells that are allocated at once. sequences: the number of sequences that share
-    the cells.
+    n_bytes: the sum of all parts. least_slots: the smallest size of all slots with which the policy
+    works. all_slots: the size of slots for every expert. cell_bytes: the KV cache of one token.
+    cell_step: the number of KV cells that are allocated at once. sequences: the number of sequences
+    that share the cells.
 
     scratch: maps the maximum number of tokens of a step to the scratch of the step, smallest first.
     The scratch is (bytes for an empty context, bytes per KV cell). prompts: the maximum size of all
@@ -201,7 +201,7 @@ class SharedMemory:
         """Return an upper bound of the position after the last used KV cell, n_tokens tokens later.
 
         cells_end: the current position after the last used cell. If several sequences share the
-        cells, each one reserves runs of free cells and may leave part of a run free.
+        cells, each one reserves blocks of free cells and may leave part of a block free.
         """
         runs = self.sequences + 1 if self.sequences > 1 else 0
         return cells_end + n_tokens + runs * CELL_STEP
@@ -279,13 +279,13 @@ class Refusal:
 class Plan:
     """The memory plan of one model: the sizes of its parts, in bytes.
 
-    managed: experts are in a store, in contrast to llama.cpp's own path. n_ubatch: micro-batch size
-    in tokens. ram_bytes: limit of all host memory of the model. cap_bytes: limit of the memory
-    (device or host) that holds the experts. compute_bytes: the part of scratch_bytes that compute
-    graphs take. prompt_bytes: host memory for the prompt cache.
+    managed: the model runs with an expert store. n_ubatch: micro-batch size in tokens. ram_bytes:
+    limit of all host memory of the model. cap_bytes: limit of the memory (device or host) that
+    holds the experts. compute_bytes: the part of scratch_bytes that compute graphs take.
+    prompt_bytes: host memory for the prompt cache.
 
     tiers: the precisions (tiers) of the file in use, best first. skip: the policy may skip experts.
-    placement: the policy's choice of slots; None on llama.cpp's own path. budget_bytes: the limit
+    placement: the policy's choice of slots; None without an expert store. budget_bytes: the limit
     of the slots if the user set one, otherwise the size of the slots. shared: how slots and KV
     cache share memory; None if their sizes are fixed.
 
@@ -340,7 +340,7 @@ class Plan:
 
     @property
     def fits_whole(self) -> bool:
-        """Whether the model runs on llama.cpp's own path with every expert in memory."""
+        """Whether the model runs without an expert store, because every expert fits in memory."""
         return not self.managed and self.total_bytes <= self.cap_bytes
 
     @property
