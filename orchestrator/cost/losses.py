@@ -96,10 +96,10 @@ class Fit(NamedTuple):
 class LossTable:
     """The error of each expert's output in each precision, measured by `moe-edge calibrate`.
 
-    candidates: the precisions, best first. loss: the mean over tokens of (y_b - y)^2, float64
-    [n_layers, n_expert, n_candidates]. Here y is an element of the expert's output in full
-    precision, and y_b is the same element in precision b. Outputs are not weighted by gates. power:
-    the mean of y^2, float64 [n_layers, n_expert].
+    candidates: the precisions, best first. loss: the mean of (y_b - y)^2 over tokens and output
+    elements, float64 [n_layers, n_expert, n_candidates]. Here y is an element of the expert's
+    output in full precision, and y_b is the same element in precision b. Outputs are not weighted
+    by gates. power: the mean of y^2, float64 [n_layers, n_expert].
 
     counts: tokens of the text that were routed to each expert, int64 [n_layers, n_expert]. gates:
     the mean squared gate weight of these tokens, or None if it was not measured. fit: converts the
@@ -127,9 +127,9 @@ class LossTable:
         return self._filled(self.loss)
 
     def _filled(self, values: np.ndarray) -> np.ndarray:
-        """Return values [n_layers, n_expert, n] with means instead of NaN.
+        """Return the values with a mean instead of NaN for experts without tokens.
 
-        An expert without tokens gets the mean over the tokens of its layer.
+        values: float64 [n_layers, n_expert, n]. The mean is over the tokens of the expert's layer.
         """
         seen = self.counts[:, :, None] > 0
         total = np.maximum(self.counts.sum(axis=1, dtype=np.float64), 1)
@@ -143,7 +143,8 @@ class LossTable:
 
         The loss is against full precision. The result is float64 [n_layers, n_expert, n_names + 1].
         It has one value for each of the named tiers (precisions), and a last one for skipping the
-        expert. The result is None if the table has no fit or lacks one of the tiers.
+        expert. The result is None if the table has no conversion to nats (`fit`), or lacks one of
+        the tiers.
         """
         lost = self.of_tiers(names)
         if self.fit is None or lost is None:
@@ -176,7 +177,8 @@ class LossTable:
         """Return an estimator of the quality loss of the named tiers, which are given best first.
 
         The loss is against the tier `base`, by default the first named tier. The result is None if
-        the table has no fit or no gate weights, or lacks one of the tiers.
+        the table has no conversion to nats (`fit`), no gate weights, or no errors for one of the
+        tiers.
         """
         base = names[0] if base is None else base
         costs = self.costs([*names, base])
@@ -202,9 +204,9 @@ class LossTable:
     def per_use(self, names: Sequence[str]) -> np.ndarray | None:
         """Return the loss per use of each expert in the named tiers, at its usual gate weights.
 
-        The result is float64 [n_layers, n_expert, n_names]. If the table has a fit, the unit is
-        nats, so that layers are comparable. Otherwise the result is the mean squared errors. It is
-        None if one of the tiers was not measured.
+        The result is float64 [n_layers, n_expert, n_names]. If the table has a conversion to nats
+        (`fit`), the unit is nats, so that layers are comparable. Otherwise the result is the mean
+        squared errors. It is None if one of the tiers was not measured.
         """
         costs, lost = self.costs(names), self.of_tiers(names)
         if costs is None or self.gates is None:
@@ -505,10 +507,10 @@ class LossModel:
     def recall(self, tiers: Sequence[str], per_use: bool = False) -> np.ndarray | None:
         """Return the loss of each expert in these tiers, float64 [n_layers, n_expert, n_tiers].
 
-        The loss is the mean squared error of the expert's output. per_use: it is instead the loss
-        per use with the expert's usual gate weights, in nats if the table has a fit. The result is
-        None if the losses are unknown. Raises ConfigError if a table that the user named cannot be
-        used.
+        The loss is the mean squared error of the expert's output. With per_use, the result is
+        instead the loss per use with the expert's usual gate weights, in nats if the table can
+        convert errors to nats. The result is None if the losses are unknown. Raises ConfigError if
+        a table that the user named cannot be used.
         """
         table, why = self._loaded
         self.note = None
