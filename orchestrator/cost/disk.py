@@ -307,9 +307,9 @@ def device_of(path: Path) -> int:
 def kept_bandwidth(model: ExpertModel, config: Config, measures: bool = True) -> Bandwidth:
     """Return the bandwidth of the disk for this model file, from the user cache.
 
-    The bandwidth is for reads while compute threads run. It is the best of up to MOST_MOMENTS
-    measurements at different times, because other programs slow a disk down. If a measurement is
-    due, this function measures for one or two seconds. measures: if False, nothing is measured.
+    The bandwidth is for reads while compute threads run. It is the best of several measurements at
+    different times, because other programs slow a disk down. If a measurement is due, this function
+    measures for one or two seconds. measures: if False, nothing is measured.
 
     Raises OSError if a read fails. With measures=False, also raises OSError if the disk was never
     measured.

@@ -50,8 +50,8 @@ class Row:
 
     tokens_s: tokens per second after a short context, with uniform usage of experts.
     tokens_s_skewed: the same if few experts get most of the tokens. tokens_s_long: tokens per
-    second after LONG tokens, or None if the context is shorter. first_s: seconds until the answer
-    to the first prompt begins.
+    second after 8192 tokens (LONG), or None if the context is shorter. first_s: seconds until the
+    answer to the first prompt begins.
     """
 
     model: str
@@ -88,17 +88,17 @@ class Known:
     disturbed: str
 
     def runs(self, row: Row) -> str:
-        """Return how a model runs here, or NO_ROOM if the disk has too little free space."""
+        """Return how a model runs here, or "no room" if the disk has too little free space."""
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
         """Return one row for each model: the precision that suits this machine best.
 
-        This is the best precision with at least WELL tokens per second. If no precision is that
-        fast, it is the fastest one that runs, or else the smallest.
+        This is the best precision that is fast enough (WELL, in tokens per second). If no precision
+        is fast enough, it is the fastest one that runs, or else the smallest.
 
-        Models that reach WELL come first, by falling size. They are followed by slower models, by
-        falling speed, and by models that do not run, by rising size.
+        Models that are fast enough come first, by falling size. They are followed by slower models,
+        by falling speed, and by models that do not run, by rising size.
         """
 
         def order(row: Row) -> tuple[int, float]:

@@ -39,8 +39,8 @@ class Candidate:
     """One plan with its predicted speed and quality loss, as in the output of --json.
 
     policy: name of the policy. settings: the settings that select this plan. token_ms: milliseconds
-    per token of an answer after PROMPT_TOKENS tokens. first_prompt_ms: milliseconds until the
-    answer begins, for the first prompt of that length after the start. prompt_ms: the same for a
+    per token of an answer to a prompt of 512 tokens (PROMPT_TOKENS). first_prompt_ms: milliseconds
+    until the answer begins, for the first such prompt after the start. prompt_ms: the same for a
     later prompt. hit_rate, read_bytes: averages per token of an answer.
 
     kl: mean KL divergence from the file's best tier, in nats per token, or None if it is unknown.
@@ -179,7 +179,7 @@ def _ahead(faster: Candidate, slower: Candidate) -> str:
 def faster_lossless(usual: Candidate, found: Sequence[Candidate]) -> Candidate:
     """Return the fastest lossless plan that computes the same result as `usual`.
 
-    The result is `usual` itself unless the other plan is faster by the factor CLEARLY_FASTER.
+    The result is `usual` itself unless the other plan is clearly faster (CLEARLY_FASTER).
     """
     first = min(_equals(usual, found), key=lambda each: each.token_ms)
     return first if usual.token_ms > CLEARLY_FASTER * first.token_ms else usual
@@ -200,10 +200,9 @@ def choose(
 ) -> Candidate:
     """Return the fastest plan whose quality loss is within the allowed loss.
 
-    Plans whose times differ by less than the factor AS_FAST count as equally fast, and the least
-    lossy of them is chosen. The plan with the settings `before` stays chosen unless another plan is
-    faster by more than the variation of timings. Raises ConfigError if no plan is within the
-    allowed loss.
+    If several plans are about equally fast (AS_FAST), the least lossy of them is chosen. The plan
+    with the settings `before` stays chosen unless another plan is faster by more than the variation
+    of timings. Raises ConfigError if no plan is within the allowed loss.
     """
     within = [each for each in found if each.kl is not None and each.kl <= allowed * _ROUNDING]
     if not within:

@@ -142,8 +142,8 @@ class Timings:
         """Return whether to time an operation now.
 
         A timing is due if no timing of the operation was made on a quiet machine. A timing is also
-        due if fewer than `n_needed` timings agree, and the last one is at least APART_S seconds
-        ago. At most MOST_MOMENTS timings are kept.
+        due if fewer than `n_needed` timings agree, and the last one is at least ten minutes old
+        (APART_S). No more timings are due after six (MOST_MOMENTS) on a quiet machine.
         """
         kept = self.of.get(key, [])
         another = not kept or self._now - kept[-1].at >= APART_S
@@ -161,7 +161,7 @@ class Timings:
     def add(self, key: str, seconds: float, quiet: bool) -> None:
         """Add a timing of an operation that was made now.
 
-        Of two timings within APART_S seconds, only the smaller one is kept.
+        Of two timings within ten minutes (APART_S), only the smaller one is kept.
         """
         kept = self.of.setdefault(key, [])
         if kept and self._now - kept[-1].at < APART_S:
@@ -186,10 +186,10 @@ def _read(seconds: object, at: object, quiet: object) -> Timing:
 class Costs:
     """The seconds that the parts of a model take to compute on one machine.
 
-    expert_s: one expert with each number of rows in ROWS, float64 [n_layers, n_tiers, len(ROWS)].
-    expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers]. dense_s: everything outside
-    the experts except the output matrix, for each number of tokens in ROWS, float64 [len(ROWS)].
-    output_s: the output matrix for one token.
+    expert_s: one expert for each number of input rows in ROWS, float64 [n_layers, n_tiers,
+    len(ROWS)]. expert_bytes: bytes to read one expert, int64 [n_layers, n_tiers]. dense_s:
+    everything outside the experts except the output matrix, for each number of tokens in ROWS,
+    float64 [len(ROWS)]. output_s: the output matrix for one token.
 
     attention_s: attention of all layers, per token and KV cell. The first value is for a single
     token, the second for many tokens. step_s: the rest of a step, such as sampling. asked_s: one
@@ -231,8 +231,8 @@ class Speeds(Closing):
         not stored. measures: if False, an operation without a stored timing raises NativeError.
 
         rough: measure fewer operations, for models that are not on this machine. Only one product
-        of each type and layout is timed, once, with up to _ROUGH_ROWS rows. It stands for all other
-        products, scaled by bytes.
+        of each type and layout is timed, and only once. It stands for all other products, scaled by
+        bytes.
         """
         self._bindings, self._threads = bindings, threads
         self._pool_bytes = min(POOL_BYTES, pool_bytes)
@@ -330,8 +330,9 @@ class Speeds(Closing):
     def costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
         """Return the seconds of a model's parts, with its experts in these tiers and this layout.
 
-        layout: FILE, OWN or UPSTREAM. Missing timings are measured, which takes some seconds.
-        Raises NativeError if an operation cannot be timed.
+        layout: FILE for the layout of the file, OWN for interleaved rows in slots, or UPSTREAM for
+        llama.cpp's repacked layout. Missing timings are measured, which takes some seconds. Raises
+        NativeError if an operation cannot be timed.
         """
         found = self._costs(model, tiers, layout)
         return self._costs(model, tiers, layout) if self.time_again() else found
@@ -339,16 +340,17 @@ class Speeds(Closing):
     def _costs(self, model: ExpertModel, tiers: tuple[int, ...], layout: str) -> Costs:
         """Return the seconds of a model's parts, with each operation timed at most once.
 
-        tiers: indices of the file's precisions. layout: FILE, OWN or UPSTREAM.
+        tiers: indices of the file's precisions. layout: FILE for the layout of the file, OWN for
+        interleaved rows in slots, or UPSTREAM for llama.cpp's repacked layout.
         """
         interleaves = self._bindings.library().interleaves
 
         def product(info: Product) -> float:
             """Return the seconds of one expert's matrix product in the requested layout.
 
-            All products are timed in huge pages, as in slots. On llama.cpp's own path, small pages
-            cost about as much as the tables of slots do on our path. Neither cost is counted, so
-            that the two paths are comparable.
+            All products are timed in huge pages, as in slots. Without an expert store, small pages
+            cost about as much as the tables of slots do with a store. Neither cost is counted, so
+            that predictions with and without a store are comparable.
             """
             kind, n_in, n_out, rows = info[:4]
             plain = info._replace(routed=True, in_slots=True)
@@ -382,8 +384,9 @@ class Speeds(Closing):
     def _dense_seconds(self, model: ExpertModel, layout: str) -> tuple[np.ndarray, float]:
         """Return (dense_s, output_s) of Costs: the seconds of everything outside the experts.
 
-        The largest matrix of each type is timed, and its time is scaled by bytes. layout: FILE, OWN
-        or UPSTREAM. Dense weights are repacked unless the layout is FILE.
+        The largest matrix of each type is timed, and its time is scaled by bytes. layout: FILE for
+        plain rows. With the layouts OWN and UPSTREAM, dense weights are in llama.cpp's repacked
+        layout.
         """
         interleaves = self._bindings.library().interleaves
         tensors = _dense_matrices(model)

@@ -194,11 +194,11 @@ class PlanTime:
 
 
 def interpolated(curve: np.ndarray, rows: float | np.ndarray) -> np.ndarray:
-    """Return the seconds for a number of rows of activations, from a curve over ROWS.
+    """Return the seconds for a number of rows of activations, from measured seconds.
 
-    curve: the seconds for each number of rows in ROWS. The seconds are interpolated between these
-    numbers. Below the first number they are constant, and beyond the last one proportional to the
-    rows.
+    curve: the measured seconds for each number of rows in ROWS. The seconds are interpolated
+    between these numbers. Below the first number they are constant, and beyond the last one
+    proportional to the rows.
     """
     beyond = np.maximum(1.0, np.asarray(rows) / ROWS[-1])
     return np.asarray(np.interp(rows, ROWS, curve) * beyond)
@@ -231,7 +231,7 @@ def chances(counts: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def resident(tiers: np.ndarray, uses: np.ndarray, n_tiers: int) -> Residency:
-    """Return the residency if every expert is always in memory.
+    """Return how tokens use experts (Residency) if every expert is always in memory.
 
     tiers: the tier (precision) of each expert, [n_layers, n_expert], an index below n_tiers. SKIP
     is the tier of an expert that is always skipped. uses: how often a token uses each expert.
@@ -248,7 +248,7 @@ def cached(
     mix: np.ndarray,
     foreseen: float = 0.0,
 ) -> Residency:
-    """Return the residency of experts in the least-recently-used caches that a plan's slots form.
+    """Return how often experts are found in memory (Residency), for slots that form LRU caches.
 
     uses: the probability that a token uses an expert. mix: the shares of these uses in each tier
     (precision). foreseen: the share of misses that look-ahead predicts.
@@ -322,10 +322,10 @@ def scanned(share: float, several_layers: bool) -> tuple[float, float]:
 
 
 def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Residency:
-    """Return the residency if a policy skips missing experts until it has used its loss budget.
+    """Return how often experts are found in memory (Residency) if a policy skips missing experts.
 
-    known: the residency without skipping. skips: the loss budget. expert_bytes: bytes to read one
-    expert of each layer, [n_layers].
+    known: the residency without skipping. skips: the loss budget, which is used completely.
+    expert_bytes: bytes to read one expert of each layer, [n_layers].
 
     The experts with the least loss per byte are skipped first. At least one of each token's experts
     in a layer is never skipped. Skipped experts are read afterwards, so as many uses hit as without
@@ -349,7 +349,7 @@ def with_skips(known: Residency, skips: Skips, expert_bytes: np.ndarray) -> Resi
 
 
 def expected(plan: Plan, uses: np.ndarray, n_cells: int = 0) -> Residency:
-    """Return which experts a plan with an expert store is expected to have in memory.
+    """Return how often tokens find experts in memory (Residency) under a plan with an expert store.
 
     uses: the probability that a token uses each expert, [n_layers, n_expert]. n_cells: tokens of
     context in use. If the policy keeps every expert in memory, each is in the tier in which it

@@ -221,7 +221,7 @@ def settings_of(config: Config, choice: Choice) -> Settings:
 
 
 def wants_plain(config: Config, model: ExpertModel) -> bool:
-    """Return whether the options permit to run the model without an expert store.
+    """Return whether the options permit running the model without an expert store.
 
     Whether the model fits in memory is not checked. Raises ConfigError if --policy plain was given
     together with options that need an expert store.
