@@ -369,6 +369,8 @@ def _kept(
     path = user_folder("cache") / "speed" / f"disk-{digest(*place, config.io_threads)}.json"
     timings = Timings.load(path, _FORMAT, time())
     keys = ("read", "core", "latency", "first")
+    # No sign shows whether the disk was idle, so even two equal measurements may both have been
+    # disturbed. All MOST_MOMENTS measurements are therefore made.
     if measure is not None and any(timings.is_due(each, MOST_MOMENTS) for each in keys):
         disk = measure()
         took = (

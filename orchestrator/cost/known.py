@@ -88,7 +88,10 @@ class Known:
     disturbed: str
 
     def runs(self, row: Row) -> str:
-        """Return how a model runs here, or "no room" if the disk has too little free space."""
+        """Return how a model runs here: it fits in memory, streams experts, or does not run.
+
+        If the disk has too little free space for the model, the result is NO_ROOM.
+        """
         return row.runs if row.disk_bytes <= self.free_bytes else NO_ROOM
 
     def best(self) -> list[Row]:
