@@ -64,8 +64,8 @@ class Answering:
             sequences=self.parallel - 1,
             conversations=True,
             scored=self.scored,
-            beside=self.front_bytes + each * self.parallel,
-            beside_token=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
+            extra_bytes=self.front_bytes + each * self.parallel,
+            extra_token_bytes=of_vocabulary + GRAMMAR_TOKEN_BYTES * self.grammars,
         )
         if config.ctx:
             config = config.with_changes(ctx=config.ctx * self.parallel)

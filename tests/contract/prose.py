@@ -120,7 +120,6 @@ EXCEPTIONS = (
     Exempt(NAME, "patches/native/*", "behind", "a ticket of a slot that native tests read"),
     Exempt(NAME, "orchestrator/policy/floor.py", "*behind*", "a setting, and its reader"),
     Exempt(NAME, "orchestrator/cost/plans.py", "*behind*", "a key of `moe-edge plan --json`"),
-    Exempt(NAME, "orchestrator/*", "beside*", "settings of front ends, which recorded plans have"),
     Exempt(NAME, "orchestrator/policy/base.py", "told_in", "a field that recorded plans have"),
     Exempt(TEXT, "patches/native/*", "room", "the name of a callback of the ABI"),
     Exempt(TEXT, "orchestrator/lab/check/child.py", "lie on", "text that models read in a test"),
