@@ -52,14 +52,15 @@ _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperti
 
 
 class _Conflict(Exception):
-    """Two schemas cannot be merged. The message is the conflicting keyword."""
+    """Two schemas cannot be merged. The message names the keyword on which they conflict."""
 
 
 @dataclass
 class Rewriter:
-    """Rewrites one schema. where: its path in the request, for messages.
+    """Rewrites a JSON schema into the keywords that llama.cpp can enforce.
 
-    lost: the constraints that are not enforced, as sentences that begin with a path.
+    `where` is the schema's path in the request, for messages. `lost` lists the constraints that
+    llama.cpp cannot enforce, as sentences that begin with a path.
     """
 
     root: Any
@@ -72,18 +73,21 @@ class Rewriter:
     _depth: int = 0
 
     def rewritten(self) -> Schema:
-        """Return the rewritten schema. llama.cpp enforces all of it."""
+        """Return the rewritten schema, all of which llama.cpp enforces. Fills `lost`."""
         made = self._node(self.root, self.where)
         return {**made, "$defs": self._made} if self._made else made
 
     def _lose(self, where: str, why: str) -> None:
-        """Record that the constraint at a path is not enforced."""
+        """Record that the constraint at the path `where` cannot be enforced, because of `why`."""
         sentence = f"{where}: {why}"
         if sentence not in self.lost:
             self.lost.append(sentence)
 
     def _node(self, schema: Any, where: str) -> Schema:
-        """Rewrite a subschema, unless there are too many of them."""
+        """Return a rewritten subschema.
+
+        Returns {} if the schema has too many subschemas or is nested too deeply.
+        """
         self._n_nodes += 1
         if self._n_nodes > MOST_NODES or self._depth > MOST_DEPTH:
             self._lose(self.where, "it is nested too deeply, or has too many subschemas")
@@ -137,7 +141,11 @@ class Rewriter:
         return {"$ref": f"#/$defs/{self._names[pointer]}"}
 
     def _pointer(self, reference: Any) -> str:
-        """Return a reference as a JSON pointer into this schema, without `#`."""
+        """Return the JSON pointer of a `$ref` into this schema, without `#`.
+
+        A reference to another document or to an unknown anchor gives a pointer that matches
+        nothing.
+        """
         address, _, fragment = str(reference).partition("#")
         own = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
         if address and address != own:
@@ -149,9 +157,9 @@ class Rewriter:
         return unquote(fragment)
 
     def _at(self, pointer: str) -> Any:
-        """Return the value at a JSON pointer.
+        """Return the part of the schema at a JSON pointer.
 
-        Raises KeyError, IndexError, ValueError, TypeError.
+        Raises KeyError, IndexError, ValueError or TypeError if the pointer matches nothing.
         """
         target = self.root
         for part in pointer.split("/")[1:]:
@@ -178,7 +186,7 @@ class Rewriter:
         return self._node(base, where)
 
     def _inlined(self, part: Any, where: str, depth: int) -> Schema:
-        """Return a part of a combination, with references replaced by their targets."""
+        """Return a subschema in which a `$ref` is replaced by the schema that it names."""
         if part is True:
             return {}
         if not isinstance(part, dict):
@@ -232,7 +240,7 @@ class Rewriter:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _kinds(self, schema: Schema, where: str) -> list[str]:
-        """Return the types that a value may have; empty for any type."""
+        """Return the JSON types that a schema allows, or an empty list if it allows any type."""
         if "type" not in schema:
             found = [
                 kind
@@ -363,7 +371,10 @@ class Rewriter:
         return made
 
     def _count(self, schema: Schema, name: str, where: str) -> int | None:
-        """Return a keyword whose value is a count; None if it is absent or not valid."""
+        """Return the value of a keyword such as minItems, which must be a whole number.
+
+        Returns None if the keyword is absent or its value is not valid.
+        """
         value = schema.get(name)
         if value is None:
             return None
@@ -389,7 +400,11 @@ class Rewriter:
                 made[name] = value
 
     def _limits(self, schema: Schema, where: str) -> tuple[Any, Any, bool, bool]:
-        """Return (minimum, maximum, whether the minimum is exclusive, whether the maximum is)."""
+        """Return the range of a number schema and whether its ends are excluded.
+
+        The result is (minimum, maximum, minimum is exclusive, maximum is exclusive). A limit that
+        is absent is None.
+        """
         found: list[Any] = []
         for end, larger in (("Minimum", True), ("Maximum", False)):
             value, excluded = schema.get(end.lower()), schema.get(f"exclusive{end}")
@@ -441,10 +456,10 @@ class Rewriter:
 
 
 def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
-    """Return (a schema that llama.cpp enforces, the constraints of `schema` that it loses).
+    """Return (schema that llama.cpp can enforce, constraints of `schema` that are not enforced).
 
-    The first value is `schema` itself if llama.cpp enforces it unchanged. where: the path of the
-    schema in the request, for messages.
+    The first value is `schema` itself if llama.cpp can enforce it unchanged. The constraints are
+    sentences. `where` is the schema's path in the request, for these sentences.
     """
     rewriter = Rewriter(schema, where)
     made = rewriter.rewritten()
@@ -453,10 +468,11 @@ def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
-    """Like `rewritten`, for the arguments of a tool.
+    """Return (schema that llama.cpp can enforce, lost constraints) for the arguments of a tool.
 
-    The result is one object with its properties at the top level, because many chat templates write
-    the arguments one by one.
+    The returned schema is one object with its properties at the top level, because many chat
+    templates write the arguments one by one. The lost constraints are sentences. `where` is the
+    schema's path in the request, for these sentences.
     """
     made, lost = rewritten(schema, where)
     if not schema:
@@ -488,7 +504,10 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema of the most common kinds without the keywords that constrain nothing."""
+    """Return a schema without the keywords that constrain nothing, such as `title`.
+
+    Only the most common kinds of subschemas are searched.
+    """
     if not isinstance(schema, dict):
         return schema
     made = {name: each for name, each in schema.items() if name not in _ANNOTATIONS}
@@ -507,9 +526,9 @@ def _bare(schema: Any) -> Any:
 
 
 def merged(first: Schema, second: Schema) -> Schema:
-    """Return a schema that matches only what both schemas match.
+    """Return a schema that matches only the values that both schemas match.
 
-    Raises _Conflict with the keyword that cannot be merged.
+    Raises _Conflict if a keyword has different values that cannot be combined.
     """
     made = dict(first)
     for name, value in second.items():
@@ -573,7 +592,7 @@ def _without(schema: Schema, word: str) -> Schema:
 
 
 def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
-    """Yield (name, JSON pointer) of each `$anchor`."""
+    """Yield (name, JSON pointer) of each `$anchor` in a schema."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$anchor"), str):
             yield schema["$anchor"], pointer
@@ -585,7 +604,10 @@ def _anchors(schema: Any, pointer: str) -> Iterable[tuple[str, str]]:
 
 
 def _words(values: list[Any]) -> Schema:
-    """Return a schema of the given values. Many texts become a pattern with shared prefixes."""
+    """Return a schema that matches exactly the given values.
+
+    Many texts become a regular expression in which common prefixes are shared.
+    """
     if len(values) >= MANY_WORDS and all(isinstance(value, str) for value in values):
         with suppress(PatternError):
             return {"type": "string", "pattern": of_words(values)}
@@ -603,7 +625,7 @@ def _kinds_of(value: Any) -> set[str]:
 
 
 def _are_disjoint(schemas: list[Schema]) -> bool:
-    """Whether no value can match two of these rewritten schemas.
+    """Return whether no value can match two of these rewritten schemas.
 
     Only types, constants and constant properties are compared.
     """
@@ -629,7 +651,10 @@ def _differ(first: Schema, second: Schema) -> bool:
 
 
 def _possible(schema: Schema) -> set[str]:
-    """Return the possible types of a rewritten schema's values; empty if unknown."""
+    """Return the JSON types that values of a rewritten schema may have.
+
+    Returns an empty set if they are unknown.
+    """
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return set().union(*map(_kinds_of, values))

@@ -25,19 +25,22 @@ Ranges = list[tuple[int, int]]
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be enforced. The message says why."""
+    """A regular expression cannot be enforced. The message says why."""
 
 
 @dataclass(frozen=True)
 class One:
-    """One character from a set of ranges."""
+    """A part of a regular expression that matches one character in any of the given ranges."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Times:
-    """A repeated item. most: None for no limit."""
+    """A part of a regular expression that repeats an item `least` to `most` times.
+
+    A `most` of None means no limit.
+    """
 
     item: Node
     least: int
@@ -46,7 +49,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Choice:
-    """Alternatives, each a sequence of items."""
+    """A part of a regular expression that matches any of several alternatives.
+
+    Each alternative is a sequence of items.
+    """
 
     choices: tuple[tuple[Node, ...], ...]
 
@@ -55,10 +61,10 @@ Node = One | Times | Choice
 
 
 def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
-    """Return a pattern for llama.cpp that matches texts of least to most characters in `pattern`.
+    """Return a regular expression for llama.cpp that matches the same texts as `pattern`.
 
-    most: None for no limit. Raises PatternError if `pattern` cannot be enforced, or is not a
-    regular expression.
+    It only matches texts of `least` to `most` characters. A `most` of None means no limit. Raises
+    PatternError if `pattern` cannot be enforced or is not a regular expression.
     """
     reader = _Reader(pattern)
     rest = Times(One(tuple(_complement([]))), 0, None)
@@ -70,7 +76,7 @@ def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
 
 
 def of_words(words: Iterable[str]) -> str:
-    """Return a pattern for llama.cpp that matches exactly these words.
+    """Return a regular expression for llama.cpp that matches exactly these words.
 
     Words with a common prefix share it, because the cost of a grammar per token grows with the
     number of alternatives. Raises PatternError if the words branch too often.
@@ -79,7 +85,10 @@ def of_words(words: Iterable[str]) -> str:
 
 
 def _branches(words: list[str], at: int, depth: int) -> str:
-    """Return a pattern for the rests of words that are equal up to `at`."""
+    """Return a regular expression that matches the rest of each word, from the character `at` on.
+
+    All words are equal before that character. Raises PatternError at a `depth` above the limit.
+    """
     if depth > _MOST_DEPTH:
         raise PatternError("too many of its values share prefixes")
     if len(words) == 1:
@@ -111,13 +120,16 @@ def _complement(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 class _Reader:
-    """Parses a regular expression as ECMA-262 defines it."""
+    """Parses a regular expression of ECMA-262 (JavaScript) into items."""
 
     def __init__(self, pattern: str) -> None:
         self._text, self._at, self._depth = pattern, 0, 0
 
     def alternatives(self) -> list[tuple[bool, list[Node], bool]]:
-        """Return (starts with ^, items, ends with $) of each top-level alternative."""
+        """Parse the whole regular expression, and return its top-level alternatives.
+
+        Each alternative is (starts with ^, items, ends with $).
+        """
         found = []
         while True:
             begins = self._skip("^")
@@ -134,13 +146,16 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _skip(self, text: str) -> bool:
-        """Skip `text` if it comes next; return whether it did."""
+        """Skip `text` if the rest of the regular expression begins with it.
+
+        Return whether it did.
+        """
         is_there = self._text.startswith(text, self._at)
         self._at += len(text) if is_there else 0
         return is_there
 
     def _take(self) -> str:
-        """Return the next character, and advance."""
+        """Return the next character of the regular expression, and move past it."""
         if self._at >= len(self._text):
             raise PatternError("it is not a regular expression")
         self._at += 1
@@ -237,7 +252,7 @@ class _Reader:
         return self._escape(in_class=True) if char == "\\" else [(ord(char), ord(char))]
 
     def _escape(self, in_class: bool) -> Ranges:
-        """Parse an escape sequence after its backslash, as character ranges."""
+        """Parse an escape sequence after its backslash, and return its character ranges."""
         char = self._take()
         sets = {"d": _DIGITS, "w": _WORD, "s": _SPACES}
         if char.lower() in sets:
@@ -254,7 +269,10 @@ class _Reader:
         return [(ord(char), ord(char))]
 
     def _number(self, n_digits: int, n_after: int) -> Ranges:
-        """Parse a hexadecimal code point, and skip n_after characters after it."""
+        """Parse a hexadecimal code point of n_digits, and return it as a character range.
+
+        Also skips n_after characters after the digits.
+        """
         digits = self._text[self._at : self._at + max(0, n_digits)]
         try:
             value = int(digits, 16) if len(digits) == n_digits else -1
@@ -267,7 +285,7 @@ class _Reader:
 
 
 def _length(node: Node) -> tuple[int, int | None]:
-    """Return the (least, most) characters that an item matches; None for no limit."""
+    """Return the (least, most) characters that an item matches. A `most` of None means no limit."""
     if isinstance(node, One):
         return 1, 1
     if isinstance(node, Times):
@@ -280,17 +298,20 @@ def _length(node: Node) -> tuple[int, int | None]:
 
 
 def _total(items: Sequence[Node]) -> tuple[int, int | None]:
-    """Return the (least, most) characters that a sequence matches; None for no limit."""
+    """Return the (least, most) characters that a sequence of items matches.
+
+    A `most` of None means no limit.
+    """
     ends = [_length(item) for item in items]
     is_open = any(end[1] is None for end in ends)
     return sum(end[0] for end in ends), None if is_open else sum(end[1] or 0 for end in ends)
 
 
 def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
-    """Restrict a sequence to texts of least to most characters.
+    """Return a sequence of items that only matches texts of `least` to `most` characters.
 
-    This is possible if only one item has a variable length, and it repeats a single character. Its
-    bounds are changed. Raises PatternError otherwise.
+    This needs exactly one item of variable length, which repeats a single character. The bounds of
+    that item are narrowed. Raises PatternError for other sequences.
     """
     has_least, has_most = _total(items)
     if has_least >= least and (most is None or (has_most is not None and has_most <= most)):
@@ -349,12 +370,18 @@ def _written_one(node: One) -> str:
 
 
 def _in_class(code: int) -> str:
-    """Write one character as a class, so that a repetition applies to all of its UTF-8 bytes."""
+    """Return the character with this code in brackets, as a class of a regular expression.
+
+    A repetition then applies to all of its UTF-8 bytes.
+    """
     return f"[{_code(code)}]"
 
 
 def _code(code: int) -> str:
-    """Write a character of a class, with the escapes of llama.cpp's grammars."""
+    """Return the character with this code as text for a class of llama.cpp's grammars.
+
+    Characters with a special meaning are escaped.
+    """
     if chr(code).isascii() and chr(code).isalnum():
         return chr(code)
     return (

@@ -30,6 +30,7 @@ MOST_MESSAGES, MOST_TOOLS, MOST_NAMES = 4096, 512, 256
 
 
 def integer(least: int, most: int = MOST_INT, **more: Any) -> Schema:
+    """Return the JSON schema of a whole number from `least` to `most`."""
     return {"type": "integer", "minimum": least, "maximum": most, **more}
 
 
@@ -42,9 +43,10 @@ def listed(items: Schema, **more: Any) -> Schema:
 
 
 def record(required: str = "", *groups: dict[str, Schema], **properties: Schema) -> Schema:
-    """Return the schema of an object. Further properties are allowed and ignored.
+    """Return the JSON schema of an object, in which further properties are allowed.
 
-    required: names separated by spaces. groups, properties: its properties.
+    `required` lists the names of required properties, separated by spaces. `groups` and
+    `properties` map the names of properties to their schemas.
     """
     every = {name: each for group in (*groups, properties) for name, each in group.items()}
     made: Schema = {"type": "object", "properties": every}
@@ -54,7 +56,7 @@ def record(required: str = "", *groups: dict[str, Schema], **properties: Schema)
 
 
 def named(name: str) -> Schema:
-    """Return a reference to one of SCHEMAS."""
+    """Return a reference to the JSON schema with this name in SCHEMAS."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -466,10 +468,11 @@ SCHEMAS: dict[str, Schema] = {
 def operation(
     summary: str, answer: Schema, request: str = "", stream: str = "", kind: str = JSON
 ) -> Schema:
-    """Return the OpenAPI description of one method of a path.
+    """Return the OpenAPI description of one method (GET or POST) of a path.
 
-    answer: schema of the answer with status 200. request: name of the request's schema. stream:
-    media type of a streamed answer. kind: media type of a complete answer.
+    `answer` is the schema of a successful answer, and `kind` its media type. `request` is the name
+    of the request's schema, or "" without a body. `stream` is the media type of a streamed answer,
+    or "" if the path does not stream.
     """
     content = {kind: {"schema": answer}}
     if stream:
@@ -572,12 +575,12 @@ COUNTING = {
 
 
 def paths(path: str) -> tuple[str, ...]:
-    """Return a path and its alias."""
+    """Return a path, followed by its second name if it has one."""
     return (path, ALIASES[path]) if path in ALIASES else (path,)
 
 
 def _fault(path: str) -> Schema:
-    """Describe the error response of a path."""
+    """Return the OpenAPI description of the error response of a path."""
     content = {JSON: {"schema": named("OllamaError" if is_ollama(path) else "Error")}}
     return {"description": "An error, with one sentence.", "content": content}
 
@@ -591,7 +594,10 @@ PATHS: dict[str, Schema] = {
 
 
 def document(has_key: bool) -> dict[str, Any]:
-    """Return the answer of `/openapi.json`. has_key: whether requests need a key."""
+    """Return the OpenAPI description of the server, the answer of `/openapi.json`.
+
+    `has_key` tells whether requests need an API key.
+    """
     made: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
