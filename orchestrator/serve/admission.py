@@ -422,7 +422,7 @@ class Bodies:
         total, own = self.kept_bytes + n_bytes, self._of_client[client] + n_bytes
         if n_bytes > 0 and own > CLIENT_SHARE * (most_bytes - total):
             self.refused += 1
-            raise Refusal(503, "other requests take the memory for requests: try again later")
+            raise Refusal(503, "the memory for requests is full: try again later")
         self.kept_bytes = total
         self._of_client[client] = own
         if not own:

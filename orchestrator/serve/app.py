@@ -116,8 +116,10 @@ class Endpoints:
             exchange.shape = settle_probs(route, data, served.about.n_ctx)
             n = data.get("n_cmpl", data.get("n", 1))  # llama.cpp prefers n_cmpl, too
             if n > parallel:
-                most = f"the limit of this server is {parallel} answers at once (--parallel)"
-                raise Refusal(400, f"n is {n}, and {most}")
+                raise Refusal(
+                    400,
+                    f"n is {n}, but this server computes at most {parallel} answers (--parallel)",
+                )
             if parallel > 1:
                 exchange.conversations = conversations_of(data, parallel)
             exchange.places = len(exchange.conversations)
@@ -274,9 +276,11 @@ async def _failed(request: Request, error: Exception) -> Response:
     path, more = request.url.path, dict[str, str]()
     if isinstance(error, HTTPException):
         wrong_method = error.status_code == 405
-        what = "does not support this method" if wrong_method else "is not a path of this server"
+        fault = f"{path[:80]} is not a path of this server"
+        if wrong_method:
+            fault = f"{path[:80]} does not support this method"
         more = error.headers or {}  # names the methods that the path supports
-        error = Refusal(error.status_code, f"{path[:80]} {what}")
+        error = Refusal(error.status_code, fault)
     elif isinstance(error, MoeEdgeError):
         error = Refusal(400 if isinstance(error, ConfigError) else 500, str(error))
     assert isinstance(error, Refusal)

@@ -90,7 +90,7 @@ class Rewriter:
         """
         self._n_nodes += 1
         if self._n_nodes > MOST_NODES or self._depth > MOST_DEPTH:
-            self._lose(self.where, "it is nested too deeply, or has too many subschemas")
+            self._lose(self.where, "the schema is nested too deeply or has too many subschemas")
             return {}
         self._depth += 1
         try:
@@ -126,7 +126,7 @@ class Rewriter:
         try:
             target = self._at(pointer)
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "it names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
             return {}
         siblings = {name: each for name, each in schema.items() if name != "$ref"}
         if siblings.keys() - _ANNOTATIONS:
@@ -181,7 +181,7 @@ class Rewriter:
         except _Conflict as conflict:
             self._lose(
                 f"{where}.allOf",
-                f"its parts have different `{conflict}`, so they are not enforced together",
+                f"its parts conflict in `{conflict}`, so they cannot be enforced together",
             )
         return self._node(base, where)
 
@@ -198,7 +198,7 @@ class Rewriter:
         try:
             target = self._at(self._pointer(part["$ref"]))
         except (KeyError, IndexError, ValueError, TypeError):
-            self._lose(f"{where}.$ref", "it names nothing in the schema")
+            self._lose(f"{where}.$ref", "the reference names nothing in the schema")
             target = {}
         rest = {name: each for name, each in part.items() if name != "$ref"}
         return merged(self._inlined(target, where, depth + 1), rest)
@@ -206,7 +206,7 @@ class Rewriter:
     def _any_of(self, schema: Schema, word: str, where: str) -> Schema:
         parts = schema[word]
         if not isinstance(parts, list) or not parts:
-            self._lose(f"{where}.{word}", "it is not a list of schemas")
+            self._lose(f"{where}.{word}", "the value is not a list of schemas")
             return self._node(_without(schema, word), where)
         base = _without(schema, word)
         if not base.keys() - _ANNOTATIONS:
@@ -219,11 +219,13 @@ class Rewriter:
                     continue
                 part = merged(base, self._inlined(part, here, 0)) if base else part
             except _Conflict as conflict:
-                self._lose(here, f"its `{conflict}` conflicts with that of the schema around it")
+                self._lose(here, f"its `{conflict}` conflicts with that of the enclosing schema")
                 part = base
             made.append(self._node(part, here))
         if word == "oneOf" and not _are_disjoint(made):
-            self._lose(f"{where}.oneOf", "a value may match more than one of its schemas")
+            self._lose(
+                f"{where}.oneOf", "a value could match several of its schemas, which oneOf forbids"
+            )
         return made[0] if len(made) == 1 else {"anyOf": made} if made else {}
 
     # Schemas of one type
@@ -253,7 +255,7 @@ class Rewriter:
             return []
         known = [kind for kind in kinds if kind in _TYPES]
         if len(known) < len(kinds) or not kinds:
-            self._lose(f"{where}.type", "it is not a JSON type")
+            self._lose(f"{where}.type", "the value is not a JSON type")
             return []
         return known
 
@@ -264,7 +266,7 @@ class Rewriter:
             return self._node(_without(schema, "enum"), where)
         of_type = [value for value in values if not kinds or _kinds_of(value) & set(kinds)]
         if not of_type:
-            self._lose(f"{where}.enum", "none of its values has the type")
+            self._lose(f"{where}.enum", "none of the values has the type that the schema requires")
         return _words(of_type or values)
 
     def _of_type(self, schema: Schema, kind: str, where: str) -> Schema:
@@ -281,7 +283,7 @@ class Rewriter:
         properties, required = schema.get("properties"), schema.get("required", [])
         made: Schema = {"type": "object"}
         if not isinstance(required, list):
-            self._lose(f"{where}.required", "it is not a list of names")
+            self._lose(f"{where}.required", "the value is not a list of names")
             required = []
         if properties is not None and not isinstance(properties, dict):
             self._lose(f"{where}.properties", "it is not an object")
@@ -293,7 +295,7 @@ class Rewriter:
                     if name in required:
                         self._lose(
                             f"{where}.properties.{name}",
-                            "it is required, but no value can match it",
+                            "the property is required, but no value can match its schema",
                         )
                     continue
                 made["properties"][name] = self._node(each, f"{where}.properties.{name}")
@@ -310,12 +312,16 @@ class Rewriter:
             made["additionalProperties"] = True
         least, most = (self._count(schema, f"{end}Properties", where) for end in ("min", "max"))
         if least is not None and least > len(set(map(str, required))):
-            self._lose(f"{where}.minProperties", "it is not enforced with optional properties")
+            self._lose(
+                f"{where}.minProperties", "the limit is not enforced if properties are optional"
+            )
         n_closed = (
             len(made.get("properties", ())) if rest in (None, False) and properties else math.inf
         )
         if most is not None and most < n_closed:
-            self._lose(f"{where}.maxProperties", "it is not enforced with optional properties")
+            self._lose(
+                f"{where}.maxProperties", "the limit is not enforced if properties are optional"
+            )
         for word in (
             "patternProperties",
             "propertyNames",
@@ -336,7 +342,9 @@ class Rewriter:
         if isinstance(first, list) and first:
             most = len(first) if most is None else most
             if least is not None and least > len(first):
-                self._lose(f"{where}.minItems", "it is larger than the number of prefixItems")
+                self._lose(
+                    f"{where}.minItems", "the limit is larger than the number of prefixItems"
+                )
             made["prefixItems"] = [
                 self._node(each, f"{where}.prefixItems[{number}]")
                 for number, each in enumerate(first[:most])
@@ -381,7 +389,7 @@ class Rewriter:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self._lose(f"{where}.{name}", "it must be a whole number from 0 on")
+            self._lose(f"{where}.{name}", "the value must be a whole number, 0 or more")
             return None
         return value
 
@@ -432,7 +440,7 @@ class Rewriter:
         most = None if most is not None and most >= _MOST_INTEGER else most
         step = schema.get("multipleOf", 1)
         if least is not None and most is not None and least > most:
-            self._lose(f"{where}.minimum", "it is larger than the maximum")
+            self._lose(f"{where}.minimum", "the minimum is larger than the maximum")
             least = most = None
         elif step != 1:
             is_bounded = least is not None and most is not None
@@ -451,7 +459,7 @@ class Rewriter:
     def _number(self, schema: Schema, where: str) -> Schema:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if schema.get(name) not in (None, False):
-                self._lose(f"{where}.{name}", "it is enforced for integers only")
+                self._lose(f"{where}.{name}", "the keyword is enforced for integers only")
         return {"type": "number"}
 
 
@@ -486,7 +494,7 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     if made.keys() - _ANNOTATIONS:
         lost = [
             *lost,
-            f"{where}: arguments are enforced as one object, without its alternatives",
+            f"{where}: the alternatives are enforced as one object with all their properties",
         ]
     flat: Schema = {"type": "object"}
     if choices:

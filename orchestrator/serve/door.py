@@ -96,18 +96,18 @@ class Door:
         `allowed` tells whether the origin of the request is allowed.
         """
         state = self._state
-        if (
-            state.settings.is_local
-            and _name_of(headers.get("host", "")) not in state.settings.hosts
-        ):
+        host = headers.get("host", "")
+        if state.settings.is_local and _name_of(host) not in state.settings.hosts:
             return Refusal(
                 421,
-                f"Host '{headers.get('host', '')[:80]}' is not a name of this server: "
-                "--allow-host NAME adds one",
+                f"'{host[:80]}' in the Host header is not a name of this server: start the server "
+                "with --allow-host NAME to allow it",
             )
         if not allowed:
             return Refusal(
-                403, "requests from pages of another origin are refused: --cors-origin allows one"
+                403,
+                "requests from web pages of another origin are refused: start the server with "
+                "--cors-origin ORIGIN to allow an origin",
             )
         if state.keys and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").partition(" ")

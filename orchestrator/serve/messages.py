@@ -191,7 +191,7 @@ def _anthropic(message: Item) -> Iterator[Item]:
 def _block(block: Item) -> Item:
     """Return a content block of Anthropic's format, changed so that llama.cpp accepts it.
 
-    llama.cpp ignores `is_error`, so the text of a failed tool begins with "Error: ".
+    llama.cpp ignores `is_error`, so the result of a tool that failed gets the prefix "Error: ".
     """
     if block.get("type") == "tool_use":
         return {**block, "input": json.loads(whole_arguments(block.get("input")))}

@@ -21,6 +21,8 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0, "b": 8}
 _UNSAFE = [(0, 31), (34, 34), (92, 92), (127, 127), (0xD800, 0xDFFF)]
 _ESCAPES = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
+_NOT_REGULAR = "the pattern is not a regular expression"
+
 Ranges = list[tuple[int, int]]
 
 
@@ -90,7 +92,7 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     All words are equal before that character. Raises PatternError at a `depth` above the limit.
     """
     if depth > _MOST_DEPTH:
-        raise PatternError("too many of its values share prefixes")
+        raise PatternError("too many of the words share prefixes")
     if len(words) == 1:
         return _literal(words[0][at:])
     end = at
@@ -100,7 +102,8 @@ def _branches(words: list[str], at: int, depth: int) -> str:
     for word in words:
         groups.setdefault(word[end : end + 1], []).append(word)
     choices = [_branches(each, end, depth + 1) for first, each in groups.items() if first]
-    return f"{_literal(words[0][at:end])}({'|'.join(choices)}){'?' if '' in groups else ''}"
+    optional = "?" if "" in groups else ""
+    return _literal(words[0][at:end]) + f"({'|'.join(choices)})" + optional
 
 
 def _literal(text: str) -> str:
@@ -157,7 +160,7 @@ class _Reader:
     def _take(self) -> str:
         """Return the next character of the regular expression, and move past it."""
         if self._at >= len(self._text):
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         self._at += 1
         return self._text[self._at - 1]
 
@@ -165,7 +168,7 @@ class _Reader:
         """Raise PatternError for an unexpected character."""
         if self._peek() in ("^", "$"):
             raise PatternError("an anchor inside the pattern is not enforced")
-        raise PatternError("it is not a regular expression")
+        raise PatternError(_NOT_REGULAR)
 
     def _sequence(self) -> list[Node]:
         items: list[Node] = []
@@ -186,7 +189,7 @@ class _Reader:
             end = self._text.find("}", self._at)
             first, comma, last = self._text[self._at + 1 : end].partition(",")
             if end < 0 or not first.isdecimal() or not (last.isdecimal() or not last):
-                raise PatternError("it is not a regular expression")
+                raise PatternError(_NOT_REGULAR)
             self._at = end + 1
             least = int(first)
             most = least if not comma else int(last) if last else None
@@ -196,7 +199,7 @@ class _Reader:
             return item
         self._skip("?")  # a lazy repetition matches the same texts
         if self._peek() in ("*", "+", "{"):
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         return Times(item, least, most)
 
     def _atom(self) -> Node:
@@ -210,7 +213,7 @@ class _Reader:
         if char == "\\":
             return One(tuple(self._escape(in_class=False)))
         if char in "*+?{":
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         return One(((ord(char), ord(char)),))
 
     def _group(self) -> Node:
@@ -242,7 +245,7 @@ class _Reader:
                 self._at += 1
                 last = self._member()
                 if len(first) != 1 or len(last) != 1 or first[0][0] > last[0][1]:
-                    raise PatternError("it is not a regular expression")
+                    raise PatternError(_NOT_REGULAR)
                 first = [(first[0][0], last[0][1])]
             ranges += first
         return One(tuple(_complement(ranges) if is_negated else sorted(ranges)))
@@ -265,7 +268,7 @@ class _Reader:
         if char in _CONTROLS and (char != "b" or in_class):
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char.isalnum():
-            raise PatternError(f"the escape \\{char} is not enforced")
+            raise PatternError(f"the escape sequence \\{char} is not enforced")
         return [(ord(char), ord(char))]
 
     def _number(self, n_digits: int, n_after: int) -> Ranges:
@@ -279,7 +282,7 @@ class _Reader:
         except ValueError:
             value = -1
         if not 0 <= value <= _LAST:
-            raise PatternError("it is not a regular expression")
+            raise PatternError(_NOT_REGULAR)
         self._at += n_digits + n_after
         return [(value, value)]
 
@@ -329,7 +332,7 @@ def _bounded(items: list[Node], least: int, most: int | None) -> list[Node]:
             made = list(items)
             made[open_ones[0]] = Times(single.item, lower, upper)
             return made
-    raise PatternError("it is not enforced in combination with minLength or maxLength")
+    raise PatternError("the pattern is not enforced in combination with minLength or maxLength")
 
 
 def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
@@ -339,16 +342,18 @@ def _written_choice(choices: Sequence[Sequence[Node]]) -> str:
 
 def _written(node: Node) -> str:
     if isinstance(node, Choice):
-        return f"({'|'.join(''.join(map(_written, choice)) for choice in node.choices)})"
+        texts = ["".join(map(_written, choice)) for choice in node.choices]
+        return f"({'|'.join(texts)})"
     if isinstance(node, Times):
         if max(node.least, node.most or 0) > MOST_TIMES:
-            raise PatternError(f"only repetitions up to {MOST_TIMES} are enforced")
+            raise PatternError(f"only repetitions of up to {MOST_TIMES} times are enforced")
         text = _written(node.item)
         if not isinstance(node.item, Choice) and not text.startswith("["):
             text = f"({text})"
         if node.most is None and node.least < 2:
             return text + "*+"[node.least]
-        return f"{text}{{{node.least},{'' if node.most is None else node.most}}}"
+        most = "" if node.most is None else node.most
+        return f"{text}{{{node.least},{most}}}"
     return _written_one(node)
 
 
@@ -362,7 +367,7 @@ def _written_one(node: One) -> str:
         return chr(code) if chr(code).isascii() and chr(code).isalnum() else _in_class(code)
     safe = _complement([*_complement(node.ranges), *_UNSAFE])
     if not safe:
-        raise PatternError("one of its classes has only characters that need an escape")
+        raise PatternError("a class of the pattern has only characters that JSON texts must escape")
     parts = [
         _code(first) if first == last else f"{_code(first)}-{_code(last)}" for first, last in safe
     ]

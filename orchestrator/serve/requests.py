@@ -87,7 +87,7 @@ MOST_PATH_CHARS = 400
 GRAMMAR_SCHEMA = "x-moe-edge-grammar"
 _SHAPES = ("json_schema", "response_format", "tools")
 _TEMPLATE = "the model's chat template is used, or that of --chat-template"
-_ECHO = "only /v1/completions supports it, for the likelihood of a prompt"
+_ECHO = "only /v1/completions can return the log-probabilities of a prompt"
 # Fields that would change the meaning of an answer and are refused: {path: {field: remedy}}.
 _FIELDS = {
     CHAT: {
@@ -100,9 +100,9 @@ _FIELDS = {
     "/infill": {"echo": _ECHO},
     RESPONSES: {
         "echo": _ECHO,
-        "conversation": "nothing is stored, so give the whole conversation as input",
-        "background": "nothing is stored, so wait for the answer",
-        "prompt": "nothing is stored, so give the text as input",
+        "conversation": "this server stores nothing, so give the whole conversation as input",
+        "background": "this server stores no answers, so wait for the answer",
+        "prompt": "this server stores no prompts, so give the text as input",
     },
     ANTHROPIC: {
         "echo": _ECHO,
@@ -143,7 +143,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 def settle_request(
     route: str, data: dict[str, Any], n_bytes: int, served: Served
 ) -> dict[str, Any]:
-    """Check a request, change it in place to the one for llama.cpp, and return its policy settings.
+    """Check a request, translate it in place for llama.cpp, and return its policy settings.
 
     `n_bytes` is the length of the body. This can take seconds, because a body may have 100,000
     tokens. Raises Refusal (an error response) for a request that cannot be served.
@@ -175,7 +175,8 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     if data.get("with_pieces") and n_bytes > most:
         raise Refusal(
             400,
-            f"the body has {format_size(n_bytes)}: with_pieces takes at most {format_size(most)}",
+            f"the body has {format_size(n_bytes)}, but with_pieces allows at most "
+            f"{format_size(most)}: send less text",
         )
     most = longest_bytes // VALUE_BYTES
     # Lists of tokens are not counted: they take no more memory than texts do.
@@ -183,7 +184,9 @@ def _check_values(data: dict[str, Any], n_bytes: int, longest_bytes: int) -> Non
     for level in levels([value for name, value in data.items() if name not in _TOKEN_LISTS]):
         n_values += len(level)
         if n_values > most:
-            raise Refusal(400, f"the request has more than {most} JSON values, the most allowed")
+            raise Refusal(
+                400, f"the request has more than {most} JSON values, the limit of this server"
+            )
 
 
 def _check_cost(route: str, data: dict[str, Any], n_bytes: int, served: Served) -> None:
@@ -281,11 +284,8 @@ def settle_fields(route: str, data: dict[str, Any], n_ctx: int, n_vocab: int = 0
     said = [data[name] for name in _SAID if isinstance(data.get(name), list)]
     n_parts = _n_parts(said)
     if n_parts > max(_FEW_MESSAGES, n_ctx // MESSAGE_TOKENS):
-        raise beyond_context(
-            f"{n_parts} {'messages' if [n_parts] == [*map(len, said)] else 'parts of messages'}",
-            MESSAGE_TOKENS * n_parts,
-            n_ctx,
-        )
+        parts = "messages" if [n_parts] == [*map(len, said)] else "parts of messages"
+        raise beyond_context(f"{n_parts} {parts}", MESSAGE_TOKENS * n_parts, n_ctx)
     tokens = data.get("tokens") if route == "/detokenize" else None
     if tokens and not all(0 <= each < n_vocab for each in tokens):
         raise Refusal(
@@ -426,11 +426,11 @@ def _describe(schema: Schema) -> str:
     least, most = _bounds(schema)
     _, name, unit = _KINDS.get(schema.get("type", ""), (object, "of another type", ""))
     if least is not None and most is not None:
-        return f"{name} {'of' if unit else 'from'} {least} to {most}{unit}"
+        return name + (" of " if unit else " from ") + f"{least} to {most}{unit}"
     if least is not None:
         return f"{name} that is not empty" if unit else f"{name} from {least} on"
     if most is not None:
-        return f"{name} {'of at most' if unit else 'up to'} {most}{unit}"
+        return name + (" of at most " if unit else " up to ") + f"{most}{unit}"
     return name
 
 
@@ -524,8 +524,8 @@ def settle_tool_choice(route: str, data: dict[str, Any]) -> None:
     if names is not None:
         offered = [tool for tool in offered if _name_of(tool) in names]
         if not offered:
-            said = ", ".join(repr(name[:80]) for name in names)
-            raise Refusal(400, f"tool_choice names {said}, but tools has no such function")
+            functions = ", ".join(repr(name[:80]) for name in names)
+            raise Refusal(400, f"tool_choice names {functions}, but tools has no such function")
     if route == ANTHROPIC:
         # llama.cpp's converter has no "none" in this format. Without tools, none is called.
         words = {"auto": "auto", "required": "any"}
@@ -598,12 +598,16 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
         inside = ".function" if function is not tool else ""
         made, lost = rewritten_arguments(function[key], f"tools[{number}]{inside}.{key}")
         if lost and function.get("strict", tool.get("strict")) is True:
-            raise Refusal(400, f"{_cut(lost[0])}. The tool is strict: leave out this constraint")
+            raise Refusal(
+                400,
+                f"{_cut(lost[0])}. The tool is strict, so this server must enforce all of its "
+                "constraints: leave this one out",
+            )
         if lost:
-            name = ascii(_name_of(tool))[:80]
+            name, n_more = ascii(_name_of(tool))[:80], len(lost) - 1
             served.note_once(
                 f"the arguments of the tool {name} are not fully enforced: {_cut(lost[0])}"
-                + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+                + (f" (further constraints: {n_more})" if n_more else "")
             )
         if made is not function[key]:
             function[key] = {**function[key], GRAMMAR_SCHEMA: made}
@@ -617,18 +621,14 @@ def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
     """
     made, lost = rewritten(schema, where)
     if lost:
-        raise Refusal(400, f"{_cut(lost[0])}. Leave out this constraint of the answer's schema")
+        raise Refusal(400, f"{_cut(lost[0])}. Leave this constraint out of the answer's schema")
     return dict(made)
 
 
 def _cut(sentence: str) -> str:
     """Return a sentence that quotes the client, escaped and shortened for an answer or a log."""
-    plain = ascii(sentence)[1:-1]
-    return (
-        plain
-        if len(plain) <= MOST_PATH_CHARS
-        else f"{plain[: MOST_PATH_CHARS // 2]} ... {plain[-MOST_PATH_CHARS // 2 :]}"
-    )
+    plain, half = ascii(sentence)[1:-1], MOST_PATH_CHARS // 2
+    return plain if len(plain) <= MOST_PATH_CHARS else f"{plain[:half]} ... {plain[-half:]}"
 
 
 def _name_of(tool: Any) -> str | None:
@@ -696,16 +696,17 @@ def _check_biased_tokens(bias: Any, n_vocab: int) -> None:
         named = [str(each) for each in given if isinstance(each, int)]
     for name in named:
         if len(name) > _MOST_DIGITS or not 0 <= int(name) < n_vocab:
-            said = name.strip()[:_MOST_DIGITS]
-            has = f"the model's token ids are 0 to {n_vocab - 1}"
-            raise Refusal(400, f"logit_bias names token {said}, but {has}")
+            token, last = name.strip()[:_MOST_DIGITS], n_vocab - 1
+            raise Refusal(
+                400, f"logit_bias names token {token}, but the model's token ids are 0 to {last}"
+            )
     if isinstance(bias, dict) and "" in bias:
         raise Refusal(400, "logit_bias has an empty text: give a token id or a text")
 
 
-def _refuse_above(what: str, n: int, most: int, of: str) -> None:
-    if n > most:
-        raise Refusal(400, f"{what}: {n} {of} exceed the limit of {most}")
+def _refuse_above(field: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise Refusal(400, f"{field}: {count} {unit} exceed the limit of {most}")
 
 
 def _texts(bias: Any) -> Iterator[str]:
@@ -771,9 +772,10 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     n_prompts = _prompts(data.get("prompt"))
     most = PROBS_BYTES // (each * n_prompts)  # tokens and alternatives of one answer
     n_allowed = most // (n_probs + 1)
-    of = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
+    answer = "an answer" if n_prompts == 1 else f"each of {n_prompts} answers"
     if n_allowed < 1:
-        raise Refusal(400, f"{name} is {n_probs}, but {of} has memory for {max(0, most - 1)}")
+        n_most = max(0, most - 1)
+        raise Refusal(400, f"{name} is {n_probs}, but {answer} has memory for {n_most}")
     limit = limit_of(data)
     if limit is None:
         if n_allowed < most_tokens:
@@ -781,7 +783,7 @@ def _bound(name: str, data: dict[str, Any], most_tokens: int) -> None:
     elif min(limit, most_tokens) > n_allowed:
         raise Refusal(
             400,
-            f"{of} has no memory for {limit} tokens with {n_probs} alternatives each: "
+            f"{answer} has no memory for {limit} tokens with {n_probs} alternatives each: "
             f"request at most {n_allowed} tokens, fewer alternatives"
             + ("" if data.get("stream") else ", or a stream"),
         )

@@ -202,9 +202,9 @@ def _logits(
 def judged(prompt: Prompt, parts: Iterable[np.ndarray], top: int, n_generated: int) -> Scores:
     """Return the log-probabilities of a prompt's tokens, except the tokens that the server added.
 
-    `parts` are the logits of the tokens in order, float32 [m, n_vocab] each, without the last token
-    if n_generated is 0. If n_generated is 1, the most likely next token is appended. `top` is the
-    number of alternatives for each token.
+    `parts` are arrays of logits, float32 [m, n_vocab], for the tokens in order. They leave out the
+    last token if n_generated is 0. If n_generated is 1, the most likely next token is appended to
+    the prompt. `top` is the number of alternatives for each token.
     """
     n_prompt = len(prompt.tokens)
     n = n_prompt + n_generated

@@ -32,9 +32,9 @@ MOST_NOTED = 256
 
 
 def most_scored(config: Config) -> int:
-    """Return how many prompt tokens a request may have scored.
+    """Return the number of prompt tokens whose log-probabilities one request may ask for.
 
-    `config` belongs to the model; its `ctx` is the context of one sequence.
+    `config` holds the settings of the model. Its `ctx` is the context of one sequence.
     """
     return max(SCORED_MOST, config.ctx or 0)
 
@@ -68,7 +68,7 @@ class Served:
 
     `runtime` computes the answers, and `about` describes the model. `max_tokens` is the length of
     an answer if the request sets no limit. `most_body_bytes` is the longest allowed body.
-    `most_scored` is the number of prompt tokens that a request may have scored.
+    `most_scored` limits the prompt tokens whose log-probabilities a request may ask for.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class Served:
             self._note(sentence)
 
     def settings_for(self, changes: Mapping[str, Any]) -> Settings | None:
-        """Return the policy settings for one request, or None on llama.cpp's own path.
+        """Return the policy settings for one request, or None with `--policy plain`.
 
         `changes` are the settings that this request replaces. Raises ConfigError for a setting that
-        a request may not change, and for any change if several requests share the steps.
+        a request may not change. Also raises it for any change if the server computes several
+        requests together.
         """
         usual = self.about.settings
         if not changes:
@@ -116,8 +117,8 @@ class Served:
             raise ConfigError("moe_edge: --policy plain has no settings: leave this field out")
         if self.parallel > 1:
             raise ConfigError(
-                "moe_edge: requests share their steps, so one cannot change settings: start the "
-                "server with --parallel 1"
+                "moe_edge: a request cannot change policy settings if the server computes several "
+                "requests together: start the server with --parallel 1"
             )
         known, own = policy_settings(), usual.declared()
         for name in changes:

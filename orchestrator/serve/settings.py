@@ -172,7 +172,7 @@ _DEFAULTS = ("max_tokens", "temp", "top_k", "top_p", "min_p", "seed")
 
 
 def answer_settings() -> list[Setting]:
-    """Return the settings of the model that are the server's defaults for answers.
+    """Return the settings whose values are the server's defaults for answers, such as temp.
 
     A request that sets such a value itself overrides the default.
     """

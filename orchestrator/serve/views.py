@@ -134,10 +134,22 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
         {},
         unread.n_bytes,
     )
-    yield "body_bytes", "gauge", "Bytes of requests that arrive or wait.", {}, bodies.kept_bytes
-    yield "bodies_waiting", "gauge", "Requests that wait to be read.", {}, bodies.waiting
+    yield (
+        "body_bytes",
+        "gauge",
+        "Bytes of request bodies that arrive or wait.",
+        {},
+        bodies.kept_bytes,
+    )
+    yield "bodies_waiting", "gauge", "Request bodies that wait to be parsed.", {}, bodies.waiting
     refused = bodies.refused
-    yield "bodies_refused_total", "counter", "Requests refused for lack of memory.", {}, refused
+    yield (
+        "bodies_refused_total",
+        "counter",
+        "Requests refused for lack of memory for their bodies.",
+        {},
+        refused,
+    )
     peak = peak_rss_bytes()
     yield "peak_resident_bytes", "gauge", "Peak resident memory of the process.", {}, peak
     plan, stats = served.runtime.plan, served.runtime.stats().counts
@@ -150,16 +162,28 @@ def _samples(state: State, served: Served) -> Iterator[tuple[str, str, str, Labe
         ("expert_hits_total", "Selected experts that were in memory.", stats.hits),
         ("demand_bytes_total", "Bytes read while a token waited for them.", stats.demand_bytes),
         ("prefetch_bytes_total", "Bytes prefetched.", stats.prefetch_bytes),
-        ("wait_microseconds_total", "Time that computing waited for reads.", stats.wait_us),
+        (
+            "wait_microseconds_total",
+            "Time that computing waited for reads of experts.",
+            stats.wait_us,
+        ),
     )
     for name, help, values in by_phase:
         for phase in Phase:
             yield name, "counter", help, {"phase": phase.name.lower()}, values[phase]
-    help = "Bytes read to change the tiers of resident experts."
+    help = "Bytes read to change the precision of experts in memory."
     yield "transition_bytes_total", "counter", help, {}, stats.transition_bytes
     for name, help, table in (
-        ("experts_decided_total", "Experts by the tier that the policy decided.", stats.routed),
-        ("matrices_computed_total", "Matrices by the tier that was computed.", stats.computed),
+        (
+            "experts_decided_total",
+            "Requested experts by the precision that the policy chose.",
+            stats.routed,
+        ),
+        (
+            "matrices_computed_total",
+            "Expert matrices by the precision in which they were computed.",
+            stats.computed,
+        ),
     ):
         for phase in Phase:
             for tier, count in zip(plan.tier_names, table[phase], strict=False):

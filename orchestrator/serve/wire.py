@@ -103,10 +103,10 @@ def beyond_context(what: str, n_tokens: int, n_ctx: int) -> Refusal:
     The message begins with `what`, such as "the prompt of 9000 tokens". n_tokens is the length of
     the prompt or a lower bound of it, and n_ctx that of the context.
     """
+    exceeds = "exceed" if what.endswith("messages") else "exceeds"
     return Refusal(
         400,
-        f"{what} exceed{'' if what.endswith('messages') else 's'} the available context size, "
-        f"{n_ctx} tokens (--ctx)",
+        f"{what} {exceeds} the available context size, {n_ctx} tokens (--ctx)",
         type="exceed_context_size_error",
         n_prompt_tokens=n_tokens,
         n_ctx=n_ctx,
@@ -137,11 +137,11 @@ async def read_body(
 
 
 def _too_long(most_bytes: int, useful_bytes: int) -> Refusal:
-    said = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
-    if useful_bytes > most_bytes:
-        wanted = format_size(useful_bytes).replace(" ", "")
-        said += f": send less, or start the server with --body-limit {wanted}, the context's size"
-    return Refusal(413, said)
+    fault = f"the request is longer than {format_size(most_bytes)} (--body-limit)"
+    if useful_bytes <= most_bytes:
+        return Refusal(413, fault)
+    useful = format_size(useful_bytes).replace(" ", "")
+    return Refusal(413, f"{fault}: send less, or start the server with --body-limit {useful}")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -213,15 +213,16 @@ def without_empty_events(events: bytes) -> bytes:
 
 
 def is_whole(last: bytes, is_stream: bool) -> bool:
-    """Return whether an answer is complete. `last` is its last part that is not empty."""
+    """Return whether an answer is complete, given its last part that is not empty."""
     return bool(last) and (not is_stream or any(mark in last for mark in _LAST_EVENTS))
 
 
 def failure_at(status: int, text: bytes) -> int:
-    """Return the offset at which llama.cpp's answer reports a failed step or grammar, or -1.
+    """Return the offset of an error report in llama.cpp's answer, or -1 if there is none.
 
-    In a stream, `text` holds whole events. The words of such a report do not count if the model
-    itself generated them.
+    Only reports of a failed decoding step and of a grammar that was given up are searched. In a
+    stream, `text` holds whole events. The words of such a report do not count if the model itself
+    generated them.
     """
     if STEP_FAILED not in text and GRAMMAR_FAILED not in text:
         return -1
@@ -249,7 +250,8 @@ def grammar_failure(text: bytes) -> str | None:
 def progress_of(events: bytes) -> bytes:
     """Return the last event if it reports how much of the prompt is read, otherwise b"".
 
-    Reports are found only in streams whose events have no name (chat and completions).
+    `events` are whole events of a stream. Named events, which Anthropic's clients get, are not
+    searched.
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -257,7 +259,7 @@ def progress_of(events: bytes) -> bytes:
 
 
 def with_progress(event: bytes, n_tokens: float) -> bytes:
-    """Return an event that reports how much of the prompt is read, with n_tokens more tokens.
+    """Return a progress event of a stream, changed to report n_tokens more prompt tokens as read.
 
     The number of tokens never exceeds the length of the prompt.
     """
@@ -285,10 +287,10 @@ def error_event(route: str, error: bytes) -> bytes:
 
 
 def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
-    """Return whether this part of an answer should get the costs of the experts (hits, reads).
+    """Return whether the measurements of the experts belong in this part of an answer.
 
-    That is a part with `timings`. On paths whose answers have no `timings`, it is a complete
-    answer.
+    These measurements (cache hits, bytes read and others) belong in a part with `timings`. On paths
+    whose answers have no `timings`, they belong in the complete answer.
     """
     if not is_stream and route in _WITHOUT_TIMINGS:
         return True
@@ -296,10 +298,11 @@ def has_costs(part: bytes, is_stream: bool, route: str) -> bool:
 
 
 def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) -> bytes:
-    """Return a part of an answer with the costs of the experts (hits, reads) added to `timings`.
+    """Return a part of an answer with the measurements of its experts added to `timings`.
 
-    A part without `timings` gets them. The JSON is edited as text, because parsing a large answer
-    would block other clients.
+    These measurements (`costs`) are cache hits, bytes read and others. A part without `timings`
+    gets this field. The JSON is edited as text, because parsing a large answer would block other
+    clients.
     """
     if not costs:
         return part
@@ -313,7 +316,7 @@ def with_costs(part: bytes, costs: dict[str, Any], is_stream: bool, route: str) 
 
 
 def _extend_timings(text: bytes, ours: bytes) -> bytes:
-    """Return JSON text with the costs inserted at the start of each `timings` object.
+    """Return JSON text with the measurements `ours` inserted at the start of each `timings` object.
 
     Only property names match, because the quotes of a name inside a JSON string would be escaped.
     """
@@ -321,7 +324,10 @@ def _extend_timings(text: bytes, ours: bytes) -> bytes:
 
 
 def _append_timings(text: bytes, ours: bytes) -> bytes:
-    """Return the JSON text of an object with a new property `timings` that holds the costs."""
+    """Return the JSON text of an object with a new property `timings`.
+
+    The property holds the measurements `ours`.
+    """
     whole = text.rstrip()
     if not whole.endswith(b"}"):
         return text
@@ -366,7 +372,7 @@ def _changed(text: bytes, change: Callable[[Any], Any]) -> bytes:
 def limit_of(data: dict[str, Any]) -> int | None:
     """Return the limit of generated tokens in a request, or None if it has no limit.
 
-    The field is chosen as llama.cpp does, which knows several names for it.
+    llama.cpp knows several names for this field, which are searched in its order of precedence.
     """
     for name in LIMITS:
         if name in data:
