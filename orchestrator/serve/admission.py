@@ -27,17 +27,25 @@ T = TypeVar("T")
 class NativeQuery(Protocol):
     """A query that was sent to llama.cpp's server and can be cancelled, such as `NativeRequest`."""
 
-    def whole(self) -> tuple[int, bytes]: ...
+    def whole(self) -> tuple[int, bytes]:
+        """Wait for the complete answer, and return (HTTP status, answer)."""
+        ...
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """End the query soon, and return at once. Any thread may call this."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the query, whose answer is no longer needed."""
+        ...
 
 
 class QuerySender(Protocol):
     """Sends queries that generate no tokens to llama.cpp's server, such as `Runtime`."""
 
-    def query(self, route: str, body: bytes = b"") -> NativeQuery: ...
+    def query(self, route: str, body: bytes = b"") -> NativeQuery:
+        """Send a query to the path `route` of llama.cpp's server, without waiting for the answer."""
+        ...
 
 
 # Memory for computed answers that their clients have not read yet.

@@ -169,36 +169,45 @@ class Endpoints:
         return dict(found)
 
     async def ollama_models(self, _request: Request) -> Response:
+        """Return the loaded model as Ollama's list of models (`/api/tags`)."""
         model, served = await self._model(), self._state.ready()
         return JSONResponse({"models": [listed(model, served)]})
 
     async def ollama_running(self, _request: Request) -> Response:
+        """Return the loaded model as Ollama's list of running models (`/api/ps`)."""
         model, served = await self._model(), self._state.ready()
         return JSONResponse({"models": [running(model, served)]})
 
     async def ollama_version(self, _request: Request) -> Response:
+        """Return the version of Ollama's API that this server follows."""
         return JSONResponse({"version": VERSION})
 
     async def ollama_show(self, _request: Request) -> Response:
+        """Return Ollama's details of the loaded model (`/api/show`)."""
         model, served = await self._model(), self._state.ready()
         _, text = await _read_of(self._state, "/props")
         template = json.loads(text)["chat_template"]
         return JSONResponse(shown(model, served, template))
 
     async def health(self, _request: Request) -> Response:
+        """Return status 200 if the model is ready. Raises Refusal (status 503) otherwise."""
         self._state.ready()
         return JSONResponse({"status": "ok"})
 
     async def experts(self, _request: Request) -> Response:
+        """Return which experts are in memory and how often tokens used them, for the web page."""
         return JSONResponse(picture(self._state.ready().runtime))
 
     async def page(self, _request: Request) -> Response:
+        """Return the web page with which users can chat."""
         return page_response()
 
     async def description(self, _request: Request) -> Response:
+        """Return the OpenAPI description of the server."""
         return JSONResponse(document(bool(self._state.keys)))
 
     async def metrics(self, _request: Request) -> Response:
+        """Return metrics in Prometheus' format, of this server or of all replicas of a fleet."""
         state = self._state
         state.ready()
         return Response(

@@ -156,10 +156,18 @@ class Lines(Outlet):
     async def begin(
         self, status: int, content_type: str, more: dict[str, str] | None = None
     ) -> None:
+        """Send the HTTP status and the headers.
+
+        A stream gets the media type of lines of JSON. `more` holds further header fields.
+        """
         self._is_stream = content_type == STREAM
         await super().begin(status, LINES if self._is_stream else content_type, more)
 
     async def part(self, data: bytes, more: bool = True) -> None:
+        """Send the lines of JSON for a part of an answer in OpenAI's format.
+
+        `more` is False for the last part. Incomplete events of a stream wait for the next part.
+        """
         self._rest += data
         made: list[dict[str, Any]] = []
         if self._is_stream:
@@ -182,6 +190,7 @@ class Lines(Outlet):
             await self.begin(200, STREAM)
 
     async def fail(self, refusal: Refusal) -> None:
+        """End the response with an error in Ollama's format."""
         if self.status is None:
             await self.begin(refusal.status, JSON, refusal.headers)
         await super().part(_line(ollama_error(refusal.message)), more=False)

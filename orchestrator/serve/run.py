@@ -55,6 +55,7 @@ class Protocol(H11Protocol):
         self.app_state: dict[str, Any] = {**self.app_state, "abort": self._abort}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection and start its timeout, or send an error if too many are open."""
         super().connection_made(transport)
         if len(self.connections) > self.most_connections:
             transport.write(_full())
@@ -67,6 +68,7 @@ class Protocol(H11Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Process data from the client, and start or stop the timeout for the head of a request."""
         super().data_received(data)
         self._keep_reading()
         if self._awaits_head():
@@ -103,11 +105,16 @@ class Protocol(H11Protocol):
             self._close()
 
     def on_response_complete(self) -> None:
+        """Finish a request.
+
+        If the connection is being closed, drop unread data after patience_s.
+        """
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
 
     def timeout_keep_alive_handler(self) -> None:
+        """Close a connection on which no further request has begun in time."""
         super().timeout_keep_alive_handler()
         self._close()
 
@@ -251,6 +258,7 @@ class Running:
 
     @property
     def url(self) -> str:
+        """The server's URL, with the port that was chosen if the setting is 0."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

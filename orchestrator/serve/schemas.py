@@ -35,10 +35,12 @@ def integer(least: int, most: int = MOST_INT, **more: Any) -> Schema:
 
 
 def number(least: float, most: float) -> Schema:
+    """Return the JSON schema of a number from `least` to `most`."""
     return {"type": "number", "minimum": least, "maximum": most}
 
 
 def listed(items: Schema, **more: Any) -> Schema:
+    """Return the JSON schema of a list of `items`. `more` holds further keywords."""
     return {"type": "array", "items": items, **more}
 
 
@@ -61,14 +63,17 @@ def named(name: str) -> Schema:
 
 
 def either(*schemas: Schema) -> Schema:
+    """Return a JSON schema that matches any of the given schemas."""
     return {"anyOf": list(schemas)}
 
 
 def text(description: str, **more: Any) -> Schema:
+    """Return the JSON schema of a text. `more` holds further keywords."""
     return {**STRING, **more, "description": description}
 
 
 def flag(description: str, **more: Any) -> Schema:
+    """Return the JSON schema of a boolean. `more` holds further keywords."""
     return {**FLAG, **more, "description": description}
 
 
