@@ -127,18 +127,18 @@ class Chat:
         self._groups: dict[str, dict[str, tuple[str, str, Callable[[str], None]]]] = {
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
-                "/read": ("FILE", "put a text file before your next message", self._read),
+                "/read": ("FILE", "begin your next message with a text file", self._read),
                 "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
                 "/reset": ("", "forget the conversation", self._reset),
                 "/save": ("FILE", "write the conversation as JSON lines", self._save),
-                "/load": ("FILE", "continue a file that /save wrote, or with a model", self._load),
+                "/load": ("FILE", "continue a saved conversation, or change the model", self._load),
             },
             "How it answers": {
                 "/temp": ("T", "change the temperature", partial(self._change, temp)),
                 "/think": ("on|off", "think before an answer", partial(self._change, think)),
-                "/set": ("NAME VALUE", "change another setting; alone: list them", self._set),
-                "/model": ("NAME", "change the model; alone: show it", self._model),
-                "/policy": ("NAME", "change the policy; alone: show it", self._policy),
+                "/set": ("NAME VALUE", "change another setting; without NAME: list", self._set),
+                "/model": ("NAME", "change the model; without NAME: show it", self._model),
+                "/policy": ("NAME", "change the policy; without NAME: show it", self._policy),
                 **{
                     "/" + name.replace("_", "-"): (
                         declared.metavar,
@@ -286,7 +286,7 @@ class Chat:
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
-        self.console.note(f"{length} characters of {path} stand before your next message.")
+        self.console.note(f"Your next message will begin with the {length} characters of {path}.")
 
     def _reset(self, _argument: str) -> None:
         self.session.reset()
@@ -365,8 +365,10 @@ class Chat:
         if argument:
             value = declared.parse(argument)
             if not self.session.runtime.set(**{declared.name: value}):
-                having = " or ".join(owners(declared.name))
-                self.console.note(f"It has no effect under this policy: {having} would use it.")
+                name, policies = declared.name, " or ".join(owners(declared.name))
+                self.console.note(
+                    f"{name} has no effect under this policy: {policies} would use it."
+                )
         self.console.note(self.session.runtime.mode)
 
     def _save(self, argument: str) -> None:

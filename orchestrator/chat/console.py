@@ -430,7 +430,7 @@ class Console:
         try:
             import readline
         except ImportError:
-            self.note("This Python has no readline: no history, no arrow keys.")
+            self.note("This Python has no readline module: history and arrow keys do not work.")
             return
         path = user_folder("state") / "history"
         try:

@@ -369,8 +369,8 @@ class LLM(Closing):
     ) -> T:
         """Run a function on the worker's thread, and return its result.
 
-        `stop` is called to end it if the wait is interrupted, and `discard` then frees its result.
-        Raises MoeEdgeError, also instead of Refusal and OSError.
+        If the wait is interrupted, `stop` is called to end the function, and `discard` frees its
+        result. Errors are raised as MoeEdgeError, also a Refusal or an OSError.
         """
         self._check()
         try:
@@ -568,7 +568,7 @@ def _check_process(ram: str | int | None) -> None:
     if _first_process and _first_process[0] != os.getpid():
         raise ClosedError(
             f"this process is a fork of process {_first_process[0]}, which has opened a model: "
-            "start it with multiprocessing's spawn"
+            "start this process with multiprocessing's spawn"
         )
     if ram is None and any(each._closing.alive for each in list(_open)):
         raise ConfigError(

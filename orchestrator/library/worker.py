@@ -90,8 +90,8 @@ class Worker:
         If Ctrl-C interrupts the wait, the function is cancelled, its end is awaited, and the
         interrupt is raised. A second interrupt ends that wait too.
 
-        `stop` is then called on the caller's thread, for native work that cannot see the
-        cancellation. `discard` gets the result of a function whose caller was interrupted.
+        After an interrupt, `stop` is called on the caller's thread, to end native work that cannot
+        see the cancellation. `discard` then gets the result of the function, to free it.
         """
         if self._is_here():
             return function()

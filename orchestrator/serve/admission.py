@@ -44,7 +44,7 @@ class QuerySender(Protocol):
     """Sends queries that generate no tokens to llama.cpp's server, such as `Runtime`."""
 
     def query(self, route: str, body: bytes = b"") -> NativeQuery:
-        """Send a query to the path `route` of llama.cpp's server, without waiting for the answer."""
+        """Send a query to a path of llama.cpp's server, without waiting for the answer."""
         ...
 
 
