@@ -286,7 +286,7 @@ class Chat:
         too_long = f"too long for the context of {n_ctx} tokens (--ctx)"
         self._file_text = read_text(path, _BYTES_PER_TOKEN * n_ctx, too_long).strip()
         length = len(self._file_text)
-        self.console.note(f"Your next message will begin with the {length} characters of {path}.")
+        self.console.note(f"The {length} characters of {path} will begin your next message.")
 
     def _reset(self, _argument: str) -> None:
         self.session.reset()

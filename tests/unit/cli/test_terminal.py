@@ -216,7 +216,7 @@ def test_read_adds_a_file_to_the_next_message(start, tmp_path):
     terminal = start(columns=400)
     text = tmp_path / "a text.txt"
     text.write_text("Grüße\n")
-    assert f"5 characters of {text} stand" in terminal.ask(f"/read {text}")
+    assert f"The 5 characters of {text} will" in terminal.ask(f"/read {text}")
     assert "<Grüße\n\nwhat is it?>" in terminal.ask("what is it?")
     assert "<what is it?>" in terminal.ask("what is it?")
     text.write_bytes(b"ab\xff")
