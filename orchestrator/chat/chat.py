@@ -128,7 +128,7 @@ class Chat:
             "The conversation": {
                 "/regen": ("", "replace the last answer by another answer", self._regen),
                 "/read": ("FILE", "begin your next message with a text file", self._read),
-                "/system": ("TEXT", "set the system prompt and reset (- for none)", self._system),
+                "/system": ("TEXT", "set the system prompt (- for none), start anew", self._system),
                 "/reset": ("", "forget the conversation", self._reset),
                 "/save": ("FILE", "write the conversation as JSON lines", self._save),
                 "/load": ("FILE", "continue a saved conversation, or change the model", self._load),
@@ -207,7 +207,7 @@ class Chat:
         self.console.note(
             f"{model.name or model.hparams.arch}:"
             f" {model.n_layers} layers of {model.n_expert} experts, "
-            f"{model.n_expert_used} a token, in {tiers}"
+            f"{model.n_expert_used} per token, in {tiers}"
         )
         self.console.note(self.session.runtime.mode)
 

@@ -95,7 +95,7 @@ _FIELDS = {
         "functions": "give them as tools",
         "web_search_options": "this server cannot search the web",
     },
-    COMPLETIONS: {"suffix": "use /infill, for models that support it"},
+    COMPLETIONS: {"suffix": "use /infill, if the model supports filling a gap"},
     "/completion": {"echo": _ECHO},
     "/infill": {"echo": _ECHO},
     RESPONSES: {
@@ -112,7 +112,7 @@ _FIELDS = {
     OLLAMA_CHAT: {"template": _TEMPLATE, "logprobs": "/v1/chat/completions has them"},
     OLLAMA_GENERATE: {
         "template": _TEMPLATE,
-        "suffix": "use /infill, for models that support it",
+        "suffix": "use /infill, if the model supports filling a gap",
         "context": "use /api/chat to continue a conversation",
         "images": "the model reads text only",
         "logprobs": "/v1/completions has them",
@@ -597,16 +597,17 @@ def _settle_schemas(route: str, data: dict[str, Any], served: Served) -> None:
             continue
         inside = ".function" if function is not tool else ""
         made, lost = rewritten_arguments(function[key], f"tools[{number}]{inside}.{key}")
+        fault = _cut(lost[0]) if lost else ""
         if lost and function.get("strict", tool.get("strict")) is True:
             raise Refusal(
                 400,
-                f"{_cut(lost[0])}. The tool is strict, so this server must enforce all of its "
+                f"{fault}. The tool is strict, so this server must enforce all of its "
                 "constraints: leave this one out",
             )
         if lost:
             name, n_more = ascii(_name_of(tool))[:80], len(lost) - 1
             served.note_once(
-                f"the arguments of the tool {name} are not fully enforced: {_cut(lost[0])}"
+                f"the arguments of the tool {name} are not fully enforced: {fault}"
                 + (f" (further constraints: {n_more})" if n_more else "")
             )
         if made is not function[key]:
@@ -621,7 +622,8 @@ def _enforced(schema: dict[str, Any], where: str) -> dict[str, Any]:
     """
     made, lost = rewritten(schema, where)
     if lost:
-        raise Refusal(400, f"{_cut(lost[0])}. Leave this constraint out of the answer's schema")
+        fault = _cut(lost[0])
+        raise Refusal(400, f"{fault}. Leave this constraint out of the answer's schema")
     return dict(made)
 
 

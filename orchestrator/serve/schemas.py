@@ -580,7 +580,7 @@ OURS: dict[str, Schema] = {
     "/api/tags": operation("The loaded model.", named("OllamaModels")),
     "/api/ps": operation("The loaded model.", named("OllamaModels")),
     "/api/version": operation("The version of Ollama's API.", record("version", version=STRING)),
-    "/v1/models/{id}": operation("The loaded model, by its name.", _ID)
+    "/v1/models/{id}": operation("The loaded model, if it has this name.", _ID)
     | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": STRING}]},
     "/health": operation(
         "Whether the model is ready. Needs no API key.", record("status", status=STRING)

@@ -382,7 +382,7 @@ def limit_of(data: dict[str, Any]) -> int | None:
 
 
 class Shaping:
-    """Converts llama.cpp's answer to one request to the format that the client expects."""
+    """Converts llama.cpp's answers to the format that the client of one request expects."""
 
     def __init__(self, route: str, data: dict[str, Any]) -> None:
         """Choose the conversion for a request.
