@@ -207,7 +207,7 @@ class Chat:
         self.console.note(
             f"{model.name or model.hparams.arch}:"
             f" {model.n_layers} layers of {model.n_expert} experts, "
-            f"{model.n_expert_used} per token, in {tiers}"
+            f"{model.n_expert_used} a token, in {tiers}"
         )
         self.console.note(self.session.runtime.mode)
 
