@@ -50,7 +50,7 @@ class ChatAnswer:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> ChatAnswer:
-        """Create the object from a chat completion in OpenAI's format."""
+        """Create a ChatAnswer from a chat completion in OpenAI's format."""
         choice, usage = found["choices"][0], found.get("usage", {})
         message = choice["message"]
         return cls(
@@ -87,7 +87,7 @@ class Completion:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Completion:
-        """Create the object from a completion in OpenAI's format."""
+        """Create a Completion from a completion in OpenAI's format."""
         choice, usage = found["choices"][0], found.get("usage", {})
         return cls(
             text=choice.get("text") or "",
@@ -114,7 +114,7 @@ class Chunk:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Chunk:
-        """Create the object from a part of a streamed chat or completion in OpenAI's format."""
+        """Create a Chunk from a part of a streamed chat or completion in OpenAI's format."""
         choice = (found.get("choices") or [{}])[0]
         delta = choice.get("delta", {})
         return cls(
@@ -174,7 +174,7 @@ class ResolvedPlan:
 
     @classmethod
     def of(cls, runtime: Runtime) -> ResolvedPlan:
-        """Create the object from a runtime that has loaded a model."""
+        """Create a ResolvedPlan from a runtime that has loaded a model."""
         plan, about = runtime.inside.plan, runtime.about
         slots = plan.slots
         return cls(

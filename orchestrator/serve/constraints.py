@@ -73,7 +73,10 @@ class Rewriter:
     _depth: int = 0
 
     def rewritten(self) -> Schema:
-        """Return the rewritten schema, all of which llama.cpp enforces. Fills `lost`."""
+        """Rewrite the schema, and return the result, which llama.cpp fully enforces.
+
+        Constraints that cannot be enforced are added to `lost`.
+        """
         made = self._node(self.root, self.where)
         return {**made, "$defs": self._made} if self._made else made
 
@@ -466,8 +469,8 @@ class Rewriter:
 def rewritten(schema: Any, where: str) -> tuple[Any, list[str]]:
     """Return (schema that llama.cpp can enforce, constraints of `schema` that are not enforced).
 
-    The first value is `schema` itself if llama.cpp can enforce it unchanged. The constraints are
-    sentences. `where` is the schema's path in the request, for these sentences.
+    The first value is `schema` itself if llama.cpp can enforce it unchanged. Each constraint is a
+    sentence. `where` is the schema's path in the request, for these sentences.
     """
     rewriter = Rewriter(schema, where)
     made = rewriter.rewritten()
@@ -479,7 +482,7 @@ def rewritten_arguments(schema: Schema, where: str) -> tuple[Schema, list[str]]:
     """Return (schema that llama.cpp can enforce, lost constraints) for the arguments of a tool.
 
     The returned schema is one object with its properties at the top level, because many chat
-    templates write the arguments one by one. The lost constraints are sentences. `where` is the
+    templates write the arguments one by one. Each lost constraint is a sentence. `where` is the
     schema's path in the request, for these sentences.
     """
     made, lost = rewritten(schema, where)

@@ -182,9 +182,9 @@ class Lines(Outlet):
             await super().part(text, more)
 
     async def ping(self) -> None:
-        """Send the headers if they have not been sent yet.
+        """Send the headers to a waiting client, if they have not been sent yet.
 
-        Nothing else is sent, because lines of JSON have no comments.
+        Further pings are impossible, because lines of JSON have no comments.
         """
         if self.status is None:
             await self.begin(200, STREAM)

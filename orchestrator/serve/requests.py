@@ -322,7 +322,7 @@ def with_whole_numbers(schema: Schema, value: Any) -> Any:
 
 
 def fault_of(schema: Schema, value: Any, where: str) -> str | None:
-    """Return a sentence that says why a JSON value violates a schema, or None if it does not.
+    """Return a sentence that says why a JSON value violates a schema, or None if it is valid.
 
     `where` is the value's name in the sentence, or "" for the whole request. A property that is
     null counts as absent.

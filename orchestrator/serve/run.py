@@ -41,9 +41,10 @@ MOST_PIPELINED_BYTES = 2**16
 class Protocol(H11Protocol):
     """Extends uvicorn's HTTP protocol by timeouts for slow clients.
 
-    It closes a connection on which no complete request head arrives within patience_s. While a
-    connection is being closed, data that the client does not read is dropped after patience_s.
-    uvicorn itself only limits the time between two requests, up to the first byte of the next one.
+    It closes a connection on which no complete request head arrives within the time patience_s.
+    After the same time it drops data that the client does not read while the connection is being
+    closed. uvicorn itself only limits the time between two requests, up to the first byte of the
+    next one.
     """
 
     patience_s = 30.0
@@ -107,7 +108,7 @@ class Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Finish a request.
 
-        If the connection is being closed, drop unread data after patience_s.
+        If the connection is being closed, start the timeout for unread data.
         """
         super().on_response_complete()
         if self.transport.is_closing():

@@ -248,10 +248,9 @@ def grammar_failure(text: bytes) -> str | None:
 
 
 def progress_of(events: bytes) -> bytes:
-    """Return the last event if it reports how much of the prompt is read, otherwise b"".
+    """Return the last of a stream's events if it reports how much of the prompt is read.
 
-    `events` are whole events of a stream. Named events, which Anthropic's clients get, are not
-    searched.
+    Otherwise returns b"". Named events, which Anthropic's clients get, are not searched.
     """
     last = events.removesuffix(EVENT_END).rpartition(EVENT_END)[2]
     reports = last.startswith(b"data: {") and b'"prompt_progress"' in last
@@ -404,7 +403,10 @@ class Shaping:
         )
 
     def shape(self, part: bytes, is_stream: bool) -> bytes:
-        """Convert a part of the answer: the whole answer, or whole events of a stream."""
+        """Return a part of llama.cpp's answer in the format that the client expects.
+
+        The part is the whole answer, or whole events of a stream.
+        """
         return mapped(part, is_stream, self._change)
 
     def _change(self, data: Any) -> Any:
