@@ -80,8 +80,7 @@ def replay(
 
     `policy` is a name, "module:Class", a subclass of Policy, or a list of these. None means the
     recorded policy. `options` are options of `moe-edge replay` and settings of the policies.
-    Further rows are the baseline policy, the optimum, the lower bound of the time, and the recorded
-    run.
+    Further rows are the baseline policy, the optimum, the lower bound and the recorded run.
 
     A row has name, kind ("policy", "optimum", "bound" or "recorded"), hit_rate,
     read_bytes_per_token, wait_ms_per_token, tpot_ms_p50, tpot_ms_mean, tpot_ms_p99, ttft_ms and

@@ -157,7 +157,7 @@ class Gate:
         last.turn.set_exception(full)
 
     def widen(self, ticket: Ticket, cells: int) -> bool:
-        """Raise the KV cells that a running request has reserved to `cells`.
+        """Raise the number of KV cells that a running request reserves to `cells`.
 
         The larger reservation lasts until the request ends. Returns False and changes nothing if
         the context has too few free cells.

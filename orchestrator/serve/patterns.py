@@ -63,10 +63,11 @@ Node = One | Times | Choice
 
 
 def translated(pattern: str, least: int = 0, most: int | None = None) -> str:
-    """Return a regular expression for llama.cpp that matches the same texts as `pattern`.
+    """Return a regular expression for llama.cpp that enforces `pattern` and a length.
 
-    It only matches texts of `least` to `most` characters. A `most` of None means no limit. Raises
-    PatternError if `pattern` cannot be enforced or is not a regular expression.
+    It matches the texts that `pattern` matches and that have `least` to `most` characters. A `most`
+    of None means no limit. Raises PatternError if `pattern` cannot be enforced or is not a regular
+    expression.
     """
     reader = _Reader(pattern)
     rest = Times(One(tuple(_complement([]))), 0, None)
