@@ -16,8 +16,8 @@ from orchestrator.errors import ConfigError
 
 # Assumed maximum number of characters per token. It limits how much of a file is read for n tokens.
 TOKEN_CHARACTERS = 64
-# A text may be cut before it is tokenized. Tokens do not depend on a cut that is at least this many
-# tokens after them.
+# A text may be cut before it is tokenized. Tokens do not depend on a cut that comes at least this
+# many tokens later.
 _CUT_TOKENS = 256
 
 
