@@ -100,11 +100,11 @@ def machine_of(config: Config) -> Machine:
 
 
 def plain(config: Config, path: Path, machine: Machine) -> Config:
-    """Return the config that computes a file's best tier with unmodified llama.cpp.
+    """Return the config of the reference run: llama.cpp alone, with a file's best tier.
 
-    This is the reference run, loaded as for a chat with --policy plain. Weights are not repacked,
-    because repacked weights round differently. The file is mapped if the model does not fit in
-    memory or in --ram. Raises GGUFError if the file is invalid.
+    The model is loaded as for a chat with --policy plain. Weights are not repacked, because
+    repacked weights round differently. The file is mapped if the model does not fit in memory or in
+    --ram. Raises GGUFError if the file is invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
     found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
