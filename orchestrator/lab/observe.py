@@ -176,7 +176,8 @@ class Observer(Closing):
             n_ctx=n_ctx,
             n_ubatch=n_ctx,
             threads=threads,
-            # The tokens with logits, because the last layer computes only these.
+            # Compute logits only for this number of tokens. The last layer then computes only these
+            # tokens.
             outputs=outputs or n_ctx,
             flash_attention=True,
             cb_eval=self._callback,

@@ -112,7 +112,7 @@ class Benchmark(ABC):
         # the heading.
         made = f"{self.model.n_layers} layers, {on.runs} run{'s' if on.runs > 1 else ''}"
         if not on.trained:
-            made += f", each layer adds {RESIDUAL_POWER:.1f} of the stream's power"
+            made += f", each layer adds {RESIDUAL_POWER:.1f} of the residual stream's power"
         for same in caps_of(rows):
             cap, limit = same[0]["cap"], same[0]["limit_bytes"]
             title = "everything in memory" if cap is None else self.cap_words.format(cap)

@@ -118,11 +118,11 @@ def computing(rows: Sequence[Result], fewer_share: float) -> Computing:
 
 
 def add_disk_bound(row: Result, runs: Sequence[Result], compute: Computing) -> None:
-    """Add to a row the speed that the disk permits: the missed bytes of a step / bandwidth.
+    """Add to a row the minimum time per token that the disk and the computation permit.
 
-    `runs` are the measurements of the row. `compute` estimates the compute time, which is the other
-    limit. The bandwidth is the highest observed value: that of the disk measurements before and
-    after the row, or that of the row itself.
+    The disk takes the missed bytes of a step divided by its bandwidth, and `compute` estimates the
+    computation. The bandwidth is the highest observed value: that of the disk measurements before
+    and after the row, or that of the row itself. `runs` are the measurements of the row.
     """
     waits, reads, probes = [], [], []
     for run in runs:

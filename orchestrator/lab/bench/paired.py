@@ -98,8 +98,8 @@ with opened(json.loads(sys.argv[1])) as (evaluate, n_vocab, callback_us):
 class PairedOptions(BenchOptions):
     """Options of `moe-edge bench paired`, which compares the speed of two sides.
 
-    - ours, theirs: the settings of the two sides, as NAME=VALUE. The word "upstream" makes a side
-      upstream llama.cpp, with settings of PlainModel.
+    - ours, theirs: the settings of the two sides, as NAME=VALUE. With the word "upstream", a side
+      runs upstream llama.cpp, with settings of PlainModel.
     - other: the source checkout that "theirs" runs in; None is this one.
     - python: the Python interpreter of the other checkout.
 

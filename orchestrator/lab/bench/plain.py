@@ -37,7 +37,7 @@ def _experts_on_cpu(bindings: Bindings, n_layers: int) -> Any:
 
 
 class PlainModel(Closing):
-    """Runs a model with upstream llama.cpp, in one context. Also a context manager.
+    """Runs a model with upstream llama.cpp, without our engine. Also a context manager.
 
     - mmap: map the weights, so that they are read when they are used. Otherwise they are read at
       load.

@@ -201,13 +201,14 @@ def row_notes(rows: Sequence[Result]) -> list[str]:
 
 def _bound_note(row: Result) -> str:
     line = (
-        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s by {row['bound_by']} "
-        f"(computing {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f})"
+        f"{row['name']}: bound {1e3 / row['bound_tpot_ms']:.1f} tok/s, set by {row['bound_by']} "
+        f"(computing takes {row['bound_compute_ms']:.1f} ms, misses {row['bound_wait_ms']:.1f} ms)"
     )
     if "probe_bytes_per_s" in row:
         probes = row["probe_bytes_per_s"]
         line += (
-            f", read at {row['read_bytes_per_s'] / 1e9:.2f} GB/s, probes {min(probes) / 1e9:.2f} "
-            f"to {max(probes) / 1e9:.2f}"
+            f"; reads reached {row['read_bytes_per_s'] / 1e9:.2f} GB/s, disk probes "
+            f"{min(probes) / 1e9:.2f} "
+            f"to {max(probes) / 1e9:.2f} GB/s"
         )
     return line

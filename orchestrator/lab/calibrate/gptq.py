@@ -26,8 +26,8 @@ SAMPLES = 8
 def computing() -> Iterator[str]:
     """Yield the name of the device on which torch computes GPTQ.
 
-    Until the context ends, torch uses only one CPU thread, because the threads of pack share the
-    cores. Raises QuantizeError if torch is missing.
+    Until the context ends, torch uses only one CPU thread, because the threads of `moe-edge pack`
+    share the cores. Raises QuantizeError if torch is missing.
     """
     gptq.torch_module()
     with one_torch_thread():
@@ -37,9 +37,8 @@ def computing() -> Iterator[str]:
 class Gptq:
     """Quantizes expert matrices with GPTQ (implements ExpertQuantizer).
 
-    No Hessian of their own exists for experts that the calibration text never used. The gate and up
-    matrices of such an expert use the mean Hessian of the layer. Its down matrix is rounded by
-    ggml.
+    An expert that the calibration text never used has no Hessian of its own. Its gate and up
+    matrices use the mean Hessian of the layer. Its down matrix is rounded by ggml.
     """
 
     method = "gptq"
@@ -54,7 +53,7 @@ class Gptq:
         threads: int,
         factorizing: int,
     ) -> None:
-        """Set up the quantizer.
+        """Set up the quantizer, which `moe-edge pack` calls layer by layer.
 
         - layers: yields the activations of one layer at a time, when `pack` reaches the layer.
         - calibration: one line that identifies the calibration text.
@@ -112,11 +111,11 @@ class Gptq:
 
 
 def kept_factors(threads: int) -> int:
-    """Return the number of factorized Hessians to keep in memory for `threads` threads of `pack`.
+    """Return the number of factorized Hessians to keep in memory for `threads` threads.
 
-    The gate and up matrices of an expert use the same factor in every precision, and `pack`
-    processes the experts in order. The factors of the experts in progress and of one more expert
-    may be needed again.
+    `moe-edge pack` processes the experts in order. The gate and up matrices of an expert use the
+    same factor in every precision. The factors of the experts in progress and of one more expert
+    may therefore be needed again.
     """
     return threads + 1
 

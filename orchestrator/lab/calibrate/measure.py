@@ -107,9 +107,9 @@ class LayerExperts:
     ) -> None:
         """Find the activation function of the layer, from the recorded inputs of one expert.
 
-        It is the function that computes the inputs of down from those of gate and up. `x` are the
-        inputs of gate and up, `actual` those of down, each float32 [n, row length]. Raises
-        ConfigError if no known function fits.
+        `x` are the inputs of gate and up, `actual` those of down, each float32 [n, row length]. The
+        function is the one that computes `actual` from `x`. Raises ConfigError if no known function
+        fits.
         """
         self.kinds, il = model.kinds(layer), model.layer_ids[layer]
         self._changes = {kind: AfterProduct(model, il, kind) for kind in self.kinds}

@@ -209,7 +209,7 @@ def _reading(
 def gptq_of(method: Method, source: Path, progress: Progress) -> Iterator[Gptq]:
     """Yield a GPTQ quantizer that calibrates a model on the text of `method`.
 
-    The model reads the text while `pack` requests the layers.
+    The model reads the text while `moe-edge pack` requests the layers.
     """
     threads = compute_threads(method.threads)
     with ExpertModel.open(source) as model:

@@ -289,7 +289,7 @@ class Kept:
     """
 
     def __init__(self, model: ExpertModel, asked: Mapping[str, Any]) -> None:
-        """Open the folder for a model. Its files are deleted if they have other inputs.
+        """Open the folder for a model. Its files are deleted if they come from other inputs.
 
         `asked` are the inputs of the calibration, such as its text and types. Raises OSError.
         """
@@ -508,7 +508,8 @@ class _Run:
             TextReader(self._model.path, windows, self._threads, ram, tier, known) as reader,
             Reference(n_rows, n_vocab, self._kept.rows) as whole,
         ):
-            # If less memory is available than when the rows were saved, fewer tokens are scored.
+            # Fewer tokens are scored if less memory is available than in the run that saved the
+            # log-probabilities.
             chosen = np.concatenate(reader.scored)[np.concatenate(known)]
             against = whole.part(np.flatnonzero(chosen))
             return moved(reader, name, costs, surprise(table.counts), against, progress)

@@ -139,8 +139,8 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
 
     The budgets are the minimum, all experts in memory, and half way between them. The last budget
     is smaller and has another name if --ram or the machine has too little memory for all experts.
-    Two budgets run the baseline policy. Half way runs every other lossless policy that needs no
-    loss table.
+    The minimum and the last budget run the baseline policy. The budget half way runs every other
+    lossless policy that needs no loss table.
 
     The planner measures scratch memory in the same way as llama.cpp, so the minimum is exact to the
     byte. Raises BudgetError if the minimum exceeds the limit.
@@ -160,7 +160,7 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
         cap = max(planner.least(lossless(name, allowed)), (low + most.total_bytes) // 2)
         if allowed is None or cap <= allowed:
             yield ("half way", lossless(name, cap))
-    largest = f"all of --{capped}" if allowed else "all that is free"
+    largest = f"all of --{capped}" if allowed else "all free memory"
     name = largest if most.absent_bytes else "everything"
     yield (name, lossless(BASELINE, max(low, most.total_bytes)))
 

@@ -144,7 +144,11 @@ class _Check:
         support = support_of(config.model)
         report["managed"] = support is not None and support.runs == MANAGED
         if not report["managed"]:
-            self._problem(support.sentence if support else "llama.cpp's support of it is unknown")
+            self._problem(
+                support.sentence
+                if support
+                else "it is unknown whether llama.cpp supports the model"
+            )
         return support is None or support.runs != NOT
 
     def run(self) -> None:

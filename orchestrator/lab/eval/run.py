@@ -345,7 +345,7 @@ def render(result: dict[str, Any]) -> str:
             )
             add("time a token", f"{virtual['tpot_ms_mean']:.2f} ms", note)
         if usage["computed_low"] is not None:
-            how = "exact tiers" if result["exact_tiers"] else "high copies in memory reused"
+            how = "exact tiers" if result["exact_tiers"] else "high copies in memory are reused"
             add("computed low", f"{100 * usage['computed_low']:.1f} %", how)
         reads = format_size(usage["bytes_read"])
         if usage["hit_rate"] is not None:

@@ -105,7 +105,9 @@ def belady(trace: Trace, shape: ModelShape, plan: SlotPlan, tier: int) -> dict[s
     Returns the "requests", "hits" and "miss_bytes" of expert matrices, each as [prefill, decode].
     """
     totals = np.zeros((3, len(Phase)), np.int64)
-    pools: dict[tuple[int, int], tuple[set[int], set[int]]] = {}  # (kind, bytes): groups, layers
+    pools: dict[
+        tuple[int, int], tuple[set[int], set[int]]
+    ] = {}  # groups and layers by (kind, slot bytes)
     for (layer, kind, plan_tier), group in plan.group_of.items():
         if plan_tier == 0:
             key = kind, shape.slots[layer][0][kind]

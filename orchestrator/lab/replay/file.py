@@ -218,7 +218,7 @@ def _check(trace: Trace) -> None:
         raise _Wrong(
             f"{header.n_expert_used} experts per token, but only {header.n_expert} experts"
         )
-    for name in ("event_ahead", "event_scored"):  # factors of the other lengths
+    for name in ("event_ahead", "event_scored"):  # other arrays' lengths depend on these
         _check_shape(name, a[name], {"E": len(a["event_tokens"])})
     lengths = trace.lengths()
     for name in ARRAYS:
@@ -242,7 +242,7 @@ def _check_shape(name: str, array: np.ndarray, lengths: Mapping[str, int]) -> No
 
 
 _FINITE, _FINITE_32 = (float(np.finfo(kind).max) for kind in (np.float64, np.float32))
-# About 104 days.
+# The maximum duration in nanoseconds, about 104 days.
 _LONG_NS = 2**53
 
 
@@ -279,7 +279,7 @@ def _check_ranges(trace: Trace) -> None:
         columns = [within] if isinstance(within, tuple) else within
         parts = [array] if isinstance(within, tuple) else np.moveaxis(array, -1, 0)
         for number, (part, (low, high)) in enumerate(zip(parts, columns, strict=True)):
-            if not ((part >= low) & (part <= high)).all():  # NaN is neither
+            if not ((part >= low) & (part <= high)).all():  # NaN fails this test too
                 column = f", column {number}," if len(columns) > 1 else ""
                 raise _Wrong(f"{name}{column} has a value that is not {low} to {high}")
 

@@ -43,11 +43,15 @@ class Recorder:
     def __init__(self, inside: Inside) -> None:
         if not inside.managed:
             raise ConfigError(
-                f"llama.cpp's own path has no routing hook: use --policy {' or '.join(POLICIES)}"
+                f"the model runs without an expert store, so its routing cannot be recorded: use "
+                f"--policy {' or '.join(POLICIES)}"
             )
         policy, again = inside.policy, "load the model again to record it"
         if policy.wants.learns and inside.driver.steps:
-            raise ConfigError(f"the policy {policy.name} has already made decisions: {again}")
+            raise ConfigError(
+                f"the policy {policy.name} has already made decisions, which a replay cannot "
+                f"reproduce: {again}"
+            )
         if inside.driver.prefetched:
             raise ConfigError(
                 f"experts were prefetched between two answers, which a replay cannot reproduce: "

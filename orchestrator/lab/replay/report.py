@@ -105,7 +105,8 @@ class ReplayOptions(Settings):
     )
     losses: Path | None = setting(
         None,
-        "Quality losses from this loss table of any model, stretched to the trace's shape.",
+        "Take the quality losses from this loss table. The table may be of another model: it is "
+        "stretched to the layers and experts of the trace.",
         shown="as recorded",
         group=MORE,
     )
