@@ -101,7 +101,7 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 GROUP_NAME = "moe-edge-bench"
 
 
-def _limited(folder: Path, limit_bytes: int) -> None:
+def _create_limited_group(folder: Path, limit_bytes: int) -> None:
     """Create a cgroup (version 1 or 2) that limits the memory of its processes.
 
     Raises OSError if that is not permitted.
@@ -155,7 +155,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | str]:
                 left_over.rmdir()
         folder = parent / f"{GROUP_NAME}-{os.getpid()}"
         try:
-            _limited(folder, limit_bytes)
+            _create_limited_group(folder, limit_bytes)
         except OSError as error:
             reason = f"a memory cgroup cannot be created ({error.strerror}: {error.filename})"
             continue

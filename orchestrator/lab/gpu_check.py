@@ -172,13 +172,13 @@ def run(
         else f"no GPU: {why}; steps that need one are skipped"
     )
     folder = Folder(report)
-    _end_left_over(folder)
+    _kill_left_over(folder)
     failed = False
     for step in _steps(part, folder, emulated):
         if only and only not in f"{step.part}: {step.name}: {shlex.join(step.command)}":
             continue
         known = folder.known.get(step.slug)
-        if known is not None and not (only or _is_left(known)):
+        if known is not None and not (only or _must_run(known)):
             failed = failed or known.outcome in ("failed", "cut off")
             continue
         if found or emulated:
@@ -267,7 +267,7 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_left(known: Outcome) -> bool:
+def _must_run(known: Outcome) -> bool:
     """Return whether a step has to run, given its last outcome.
 
     A passed step does not run again. A skipped step does. A failed step runs again after the source
@@ -328,7 +328,7 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
             cwd=ROOT,
         )
         running = folder.path / "running"
-        write_whole(running, f"{process.pid} {_started(process.pid)}")
+        write_whole(running, f"{process.pid} {_start_ticks(process.pid)}")
         try:
             return process.wait(step.limit_s)
         except subprocess.TimeoutExpired:
@@ -340,7 +340,7 @@ def _run_limited(step: Step, folder: Folder) -> int | None:
             running.unlink(missing_ok=True)
 
 
-def _started(pid: int) -> str:
+def _start_ticks(pid: int) -> str:
     """Return the start time of a process in kernel ticks, or "" if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
@@ -348,7 +348,7 @@ def _started(pid: int) -> str:
         return ""
 
 
-def _end_left_over(folder: Folder) -> None:
+def _kill_left_over(folder: Folder) -> None:
     """Kill the step that an earlier, killed call of gpu-check left running.
 
     Otherwise two steps would share the GPU.
@@ -356,7 +356,7 @@ def _end_left_over(folder: Folder) -> None:
     running = folder.path / "running"
     if running.exists():
         pid, _, started = running.read_text().partition(" ")
-        if started and _started(int(pid)) == started:
+        if started and _start_ticks(int(pid)) == started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(pid), signal.SIGKILL)
         running.unlink(missing_ok=True)

@@ -70,7 +70,7 @@ def _gelu(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def _limited(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+def _clamped_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return SwiGLU with inputs limited to 7, a slope of 1.702, and 1 added to up."""
     gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
     found: np.ndarray = gate * _sigmoid(1.702 * gate) * (up + 1)
@@ -83,7 +83,7 @@ _GATED: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": lambda gate, up: _gelu(gate) * up,
     "relu": lambda gate, up: np.maximum(gate, 0) * up,
-    "clamped swiglu": _limited,
+    "clamped swiglu": _clamped_swiglu,
 }
 _ALONE: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "silu": lambda _, up: up * _sigmoid(up),

@@ -99,7 +99,7 @@ def passes(tiers: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def parts_of(n_layers: int, n_windows: int) -> np.ndarray:
-    """Divide the layers into parts of consecutive layers, at most n_windows parts.
+    """Divide the layers into at most n_windows groups of consecutive layers, the parts.
 
     Returns the index of each layer's part, int [n_layers].
     """
@@ -242,7 +242,7 @@ QUANTIZING, READING, READING_STORED, MEASURING = "quantizing", "reading", "store
 
 
 class Parts:
-    """Estimates the progress of a calibration, whose parts (named stages) run in order.
+    """Estimates the progress of a calibration that consists of named parts, which run in order.
 
     A part reports its progress rarely, often only at its end. Between reports, the estimate assumes
     that the part takes its predicted time.
@@ -450,15 +450,17 @@ class _Run:
             # The experts' inputs are needed only if a precision differs from full precision.
             differ = path != model.path or len(precisions.listed) > 1
             sums = OutputSums(full, spill_folder() if differ else None)
-            self._say(path, sums, self._parts.begin(READING))
+            self._save_log_probabilities(path, sums, self._parts.begin(READING))
             if path != model.path:
-                self._say(model.path, None, self._parts.begin(READING_STORED))
+                self._save_log_probabilities(model.path, None, self._parts.begin(READING_STORED))
             return precisions.table(sums, self._text, self._parts.begin(MEASURING))
 
-    def _say(self, path: Path, sums: OutputSums | None, progress: Progress) -> None:
-        """Read the text in a file's best tier, and save the log-probabilities.
+    def _save_log_probabilities(
+        self, path: Path, sums: OutputSums | None, progress: Progress
+    ) -> None:
+        """Let a model read the text in its best tier, and save the log-probabilities of the tokens.
 
-        The outputs of the experts are added to `sums`, if given.
+        `path` is the model file. The outputs of its experts are added to `sums`, if given.
         """
         windows, ram = self._text.windows, self._method.ram
         with TextReader(path, windows, self._threads, ram) as reader:

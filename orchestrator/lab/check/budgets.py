@@ -62,9 +62,9 @@ class CheckJob:
     conversations: bool = False
 
     def request(self) -> PlanRequest:
-        """Return the planning request of a chat with the settings of this job.
+        """Return the request for a memory plan, as a chat with the settings of this job makes it.
 
-        The memory of conversations is included only if `conversations` is set.
+        The memory of saved conversations is included only if `conversations` is set.
         """
         request = Answering().request(Config.build(**self.settings))
         return replace(request, needs=replace(request.needs, conversations=self.conversations))
@@ -107,7 +107,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     --ram. Raises GGUFError if the file is invalid.
     """
     free: dict[str, Any] = {"high_tier": None, "ram": None, "vram": None, "misses": None}
-    found = config.compared(policy=PLAIN, model=path, **_aside(config) | free)
+    found = config.compared(policy=PLAIN, model=path, **_comparison_settings(config) | free)
     with ExpertModel.open(path) as model:
         needed = plan_memory(Answering().request(found), model, machine).total_bytes
     usable = (machine.device or machine).usable_bytes
@@ -116,7 +116,7 @@ def plain(config: Config, path: Path, machine: Machine) -> Config:
     return found.with_changes(use_mmap=None if fits else True)
 
 
-def _aside(config: Config) -> dict[str, Any]:
+def _comparison_settings(config: Config) -> dict[str, Any]:
     """Return the values of settings that all runs of a comparison share.
 
     Each run computes one tier within its own memory budget. The micro-batch is small, because a
@@ -151,7 +151,9 @@ def three_budgets(config: Config, planner: Planner, tier: str) -> Iterator[tuple
     def lossless(policy: str, cap: int | None) -> Config:
         """Return the config of a lossless run with this policy and this memory cap."""
         asked = dict(POLICIES[policy].precisions.lossless or {}) | {capped: cap}
-        return config.compared(policy=policy, high_tier=tier, **_aside(config) | asked)
+        return config.compared(
+            policy=policy, high_tier=tier, **_comparison_settings(config) | asked
+        )
 
     most = planner.plan(lossless(BASELINE, allowed))
     low = planner.least(lossless(BASELINE, allowed))

@@ -98,7 +98,7 @@ class Judge:
         return found, likeliest
 
     def forget(self) -> None:
-        """Discard the tokens that are reused from the previous call.
+        """Forget the tokens of the previous call, so that the next call evaluates all its tokens.
 
         Call this after other code has used the same evaluator.
         """
@@ -231,12 +231,11 @@ def score_text(
     against: Reference | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> TextScores:
-    """Score the tokens of a text with a model.
+    """Compute the scores of a text, such as its perplexity, with a model.
 
-    The text is cut into windows. In each window, the tokens from its first scored token on are
-    scored. If `keep` is given, the model's log-probabilities are written to it. If `against` is
-    given, the model is compared with its log-probabilities. `progress` is called with the completed
-    fraction.
+    The text is cut into windows, and the tokens from index `first` of each window on are scored. If
+    `keep` is given, the model's log-probabilities are written to it. If `against` is given, the
+    model is compared with its log-probabilities. `progress` is called with the completed fraction.
     """
     total = sum(window.n_scored for window in windows)
     nll = np.empty(total)

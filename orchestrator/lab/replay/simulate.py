@@ -37,7 +37,7 @@ _INTS = ctypes.POINTER(ctypes.c_int32)
 
 
 class Simulation:
-    """Drives a simulated store: sends it route events and lets its virtual clock run.
+    """Drives a simulated expert store: tells it each layer's routing, and advances its clock.
 
     The store must have been created with `simulated`. Times are in nanoseconds of virtual time. One
     thread calls Store.begin_step for each step. For each layer it then calls `route`, and `use` for
