@@ -14,9 +14,11 @@ from orchestrator.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """The location of an experiment, as "module:Class" below this package.
+    """The location of an experiment's class, with a help text or the paper it reproduces.
 
-    `help` is the help text of a benchmark's command. `paper` is the paper that a study reproduces.
+    - where: "module:Class", relative to this package.
+    - help: help text of a benchmark's command.
+    - paper: the paper that a study reproduces.
     """
 
     where: str
@@ -24,7 +26,7 @@ class Place(NamedTuple):
     paper: str = ""
 
 
-# The empty name is `moe-edge bench` itself.
+# Benchmarks by name. The command without a name, `moe-edge bench`, has the name "".
 BENCHMARKS = {
     "": Place(
         "bench.caps:Caps",
@@ -65,7 +67,7 @@ STUDIES = {
     "near-bits": Place("study.near_data:NearBits", paper="near-data"),
 }
 
-# Studies of a recorded run.
+# Studies that replay a recorded run, by name.
 REPLAY_STUDIES = {
     "firm": Place("study.firm:FirmParts", paper="FIRM-MoE"),
     "votes-loss": Place("study.firm:VotesLoss", paper="FIRM-MoE"),
@@ -73,13 +75,16 @@ REPLAY_STUDIES = {
 
 
 def studies_by_paper() -> Iterator[str]:
-    """Yield "name, name (paper)" for each paper."""
+    """Yield one text "study, study (paper)" for each paper."""
     for paper, names in groupby(STUDIES, lambda name: STUDIES[name].paper):
         yield f"{', '.join(names)} ({paper})"
 
 
 def load(places: Mapping[str, Place], name: str) -> Any:
-    """Load an experiment. Raises ConfigError for an unknown name."""
+    """Import and create the benchmark or study with this name.
+
+    Raises ConfigError if the name is unknown.
+    """
     if name not in places:
         raise ConfigError(f"unknown study '{name}': choose one of {', '.join(places)}")
     module, _, kind = places[name].where.partition(":")

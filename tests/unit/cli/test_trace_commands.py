@@ -96,7 +96,7 @@ def test_refused_in_one_sentence(model, recorded, tmp_path):
         ((*trace, "-p", "x", "--out", tmp_path), "cannot be written"),
         ((*trace, "--text", tmp_path / "no.txt", *out), "No such file"),
         ((*trace, "--text", odd, *out), "is not a text in UTF-8"),
-        ((*trace, "-p", "x", "--policy=plain", *out), "llama.cpp's own path has no routing hook"),
+        ((*trace, "-p", "x", "--policy=plain", *out), "the model runs without an expert store"),
         ((*trace, "--text", text, "--tokens=999", *out), "--tokens 999 is larger than the context"),
         ((*trace, "--text", text, "--prefill=99", *out), "--prefill 99 is larger than the"),
         (("replay", model), "not a trace"),
