@@ -39,7 +39,7 @@
 static atomic_llong moe_edge_shared_until;  // time until which no thread spins
 static atomic_llong moe_edge_shared_ns;     // the last duration of sleeping
 
-// What this thread knew at the start of the period for which it judges whether it shares its core.
+// The state of this thread at the start of the period for which it judges whether it shares its core.
 static _Thread_local struct {
     int       file;  // its kernel statistics (schedstat); 0: not opened yet, -1: not available
     long long at_ns;

@@ -156,8 +156,8 @@ class moe_edge_cuda_device : public moe_edge_device {
     std::mutex               mutex;  // guards the members that follow
     bool                     started = false;
     std::string              failure;
-    // What is known about a backend: the scratch bytes that its pool has reserved, and the value of pool_frees at the
-    // last call of pool_shrank().
+    // The state of one backend: the scratch bytes that its pool has reserved, and the value of pool_frees at the last
+    // call of pool_shrank().
     struct of_backend {
         uint64_t filled = 0;
         uint64_t frees  = 0;

@@ -145,7 +145,7 @@ std::string moe_edge_host_device::error() {
     return lost;
 }
 
-// Waits until the running jobs have ended before it reports the loss: all tickets then count as passed, and the memory
+// Reports the loss of the device after the running jobs have ended. All tickets then count as passed, so the memory
 // that these jobs use may be written again.
 void moe_edge_host_device::lose(const std::string & why) {
     std::unique_lock<std::mutex> lock(mutex);

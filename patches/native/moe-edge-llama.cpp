@@ -1,4 +1,4 @@
-// Attaches stores to models.
+// Attaches stores to the models whose experts they hold.
 
 #include "moe-edge-cpu.h"
 #include "moe-edge-hook.h"
@@ -18,13 +18,15 @@ moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// The reason for the latest failed load or context of this thread, and the string that was returned last.
+// load_error: why the latest load of a model or creation of a context failed in this thread. returned_load_error: the
+// string that the caller received last.
 thread_local std::string load_error, returned_load_error;
 
-// The matrix of all expert tensors in a model loaded without memory, which computes nothing.
+// The expert tensors of models that were loaded without memory point to this empty matrix. It cannot compute anything.
 moe_edge_matrix unloaded;
 
-// Reads a bias of n experts from any backend. Returns false if it is not F32 or has another size.
+// Reads a bias of n experts from the memory of any backend to `out`; a null bias leaves `out` empty. Returns false if
+// the bias is not F32 or has another size.
 bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     if (bias) {
         if (bias->type != GGML_TYPE_F32 || ggml_nelements(bias) != n) {
@@ -36,7 +38,8 @@ bool read_bias(const ggml_tensor * bias, int32_t n, std::vector<float> & out) {
     return true;
 }
 
-// Reads the table of experts by token id. Returns an empty table if the layer has none.
+// Reads the table of a layer in which the token's id determines the experts: [n_vocab, n_expert_used]. Returns an empty
+// vector if the layer has no such table.
 std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_store & store) {
     std::vector<int32_t> out;
     if (table && table->type == GGML_TYPE_I32 && table->ne[0] == store.n_expert_used) {
@@ -49,7 +52,8 @@ std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_stor
     return out;
 }
 
-// Reports a graph that a store cannot serve.
+// Throws an exception that says why a store cannot serve the graph of a model. moe_edge_load_error() returns the same
+// sentence.
 template <typename... Args> [[noreturn]] void cannot_manage(const char * text, Args... args) {
     load_error = format(text, args...) + ": moe-edge cannot manage this model";
     throw std::runtime_error(load_error);
@@ -77,8 +81,8 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
     tensor->extra = &store.matrices[layer][kind];
 }
 
-// Copies the routers in half precision for the look-ahead, which reads one more router per layer. This halves the bytes
-// to read and is precise enough for a prediction. The routers that select the experts are not changed.
+// Makes copies of the routers in half precision, for the look-ahead. The look-ahead reads one more router per layer,
+// and half precision is enough for a prediction. The routers that select the experts do not change.
 void copy_routers(hook_model & hook) {
     const int32_t n = hook.store->n_ahead > 0 ? hook.layers.size() : 0;
     hook.copies.reset(ggml_init({ (n + 1) * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
