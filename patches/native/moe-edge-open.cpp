@@ -1,4 +1,4 @@
-// Creating a store: checks the configuration, opens the files and allocates memory.
+// Creates stores: checks the configuration, opens the files and allocates memory.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -35,13 +35,14 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Values in a row of an expert that is stored in the CPU's own layout.
+// Returns the number of values in a row of an expert. Requires interleaved_rows, the number of the expert's rows.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
 }
 
-// The kernels for the layout of these slices' slots, or null for the layout of the file.
+// Returns the kernels for the CPU's own layout (interleaved rows) if slots must hold these slices in that layout.
+// Returns null if slots hold the bytes of the file.
 const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
         return nullptr;
@@ -196,7 +197,8 @@ void moe_edge_store::open_files(const moe_edge_config & config) {
     }
 }
 
-// Copies the checksums: the caller may free the configuration and everything it points to after the store is created.
+// Copies all expected checksums into the store, because the caller may free the configuration after the store is
+// created.
 void moe_edge_store::keep_checksums() {
     for (int32_t cell = 0; cell < (int32_t) cells.size(); cell++) {
         for (int32_t t = 0; t < n_tiers; t++) {
@@ -257,7 +259,8 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 pool.kind = k;
                 pool.tier = t;
                 if (there) {
-                    // The padding after a slice is never written, so no longer slice may have been stored there.
+                    // All slices on a device that share a group must have the same type and size. The padding after a
+                    // slice is never written, so a longer slice in the same slot would leave its bytes there.
                     if (pool.type < 0) {
                         pool.type        = s.type;
                         pool.slice_bytes = s.expert_bytes;
@@ -304,7 +307,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
     }
 }
 
-// Lays out each pool separately, on the device or in host memory.
+// Lays out the pools one after another: each in one piece of device memory, or of host memory for pools on the host.
 void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * at_host) {
     char * at_device = static_cast<char *>(memory);
     for (int32_t g = 0; g < config.n_groups; g++) {
@@ -319,8 +322,9 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
     }
 }
 
-// Interleaves the slots of all groups: first the first slot of each group, then the others at even distances. If the
-// memory is cut off at any address above these first slots, each group keeps the same share of its slots.
+// Lays out the slots of all groups in one piece of memory, interleaved. The first slot of each group comes first, and
+// then the others at even distances. If the memory is cut off at any address above these first slots, each group keeps
+// the same share of its slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
     std::vector<std::pair<double, int32_t>> order;  // for each slot: its position in its group, from 0 to 1, and the
@@ -342,15 +346,15 @@ void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     }
 }
 
-// The bytes of a group up to the start of the next one.
+// Returns the bytes from the start of a group's slots to the start of the next group. They include padding on a device.
 uint64_t moe_edge_store::pool_bytes(const moe_edge_group & group) const {
     const uint64_t bytes = group.slot_bytes * group.n_slots;
     return device ? (bytes + MOE_EDGE_DEVICE_ALIGN - 1) / MOE_EDGE_DEVICE_ALIGN * MOE_EDGE_DEVICE_ALIGN : bytes;
 }
 
 char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
-    // Map one region for all pools, with huge pages if the system has them. Direct reads then pin few pages instead of
-    // hundreds, and the pools need no separate rounding.
+    // Map one region for all pools, with huge pages if the system has them. A direct read then pins few pages instead
+    // of hundreds, and no pool must be rounded up to whole pages.
     mapped_bytes = total + HUGE_PAGE;
     const int access = flags & MOE_EDGE_SIMULATED ? PROT_NONE : PROT_READ | PROT_WRITE;
     mapped = mmap(nullptr, mapped_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
