@@ -76,8 +76,8 @@ class moe_edge_load {
     // Whether a step or a warm start waits for this load. It is then read and copied before prefetches and transitions.
     bool awaited() const { return !ahead() && !in_transition(); }
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
-    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }  // needs a slot and has none yet;
-                                                                                  // false for a load in place
+    // Whether this load needs a slot and has none yet. False for a load in place, which needs no slot.
+    bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }
 
     // Whether all bytes of this load are in the host tier, so that at most a copy to the device is missing.
@@ -108,8 +108,8 @@ class moe_edge_load {
     void fetched();                         // the bytes stay in the host tier until the copy's turn
     void leave_copies();                    // the copy's turn has come
     void copy_enqueued();
-    void give_up();                         // ends the load without a slot: remaining parts are not read, and complete
-                                            // bytes stay in the host tier
+    // Ends the load without a result. Its remaining parts are not read. Bytes that are complete stay in the host tier.
+    void give_up();
     void revoke();                          // ends a transition like give_up; it becomes an ordinary load
     void fail();                            // ends the load because a read or copy failed
 
@@ -129,8 +129,8 @@ class moe_edge_load {
     int32_t          turn;
     int32_t          in_host = -1;  // its slot of the host tier
     uint32_t         sum     = 0;   // XOR of the CRC-32 shares of the parts read so far
-    std::variant<std::monostate, int32_t, moe_edge_claim> to;  // nothing (in place), its slot, or its later claim on
-                                                               // the pool
+    // The destination: nothing for a load in place, its slot, or the claim with which it will ask its pool for a slot.
+    std::variant<std::monostate, int32_t, moe_edge_claim> to;
 };
 
 class moe_edge_cell {

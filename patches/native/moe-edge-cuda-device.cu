@@ -14,8 +14,7 @@
 namespace {
 
 constexpr size_t   RING         = 512;  // tickets of a lane that may be in flight
-constexpr uint64_t PINNED_PIECE = 1ull << 30;  // size of each registration: if the driver refuses one, the earlier
-                                               // pieces stay pinned
+constexpr uint64_t PINNED_PIECE = 1ull << 30;  // bytes that are pinned with one call of the driver
 
 // Returns the most bytes of host memory that may be pinned: a fraction of the machine's memory. Pinned memory cannot be
 // swapped out or reclaimed.

@@ -126,8 +126,9 @@ class moe_edge_cuda_device : public moe_edge_device {
         uint64_t                 recorded = 0;
         uint64_t                 passed   = 0;
         std::deque<job>          jobs;     // copies for the thread below
-        std::thread              pageable; // copies from memory that is not pinned block the calling thread, so this
-                                           // thread makes them. order() blocks while a copy is still queued here.
+        // The thread that makes copies from memory that is not pinned, because such copies block the calling thread.
+        // order() blocks while a copy is still in `jobs`.
+        std::thread              pageable;
     };
 
     explicit moe_edge_cuda_device(int index);

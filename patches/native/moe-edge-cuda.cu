@@ -22,10 +22,8 @@
 namespace {
 
 constexpr int      REMAP_THREADS = 128;
-constexpr int64_t  VEC_TOKENS    = 8;         // float types: up to this many tokens, one warp computes each value of
-                                              // the result
-constexpr uint64_t WAVE_BYTES    = 16 << 20;  // experts whose copies are in flight are computed in portions of this
-                                              // size
+constexpr int64_t  VEC_TOKENS    = 8;         // float types: the most tokens for the kernel float_vec
+constexpr uint64_t WAVE_BYTES    = 16 << 20;  // size of the portions in which experts are computed as they arrive
 constexpr size_t   PLACEHOLDER   = 128;       // bytes that a managed tensor takes
 
 // ---- kernels

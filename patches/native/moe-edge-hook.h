@@ -23,8 +23,7 @@ struct hook_layer {
     ggml_tensor * ahead_router; // router used for the look-ahead: a copy in half precision, or `router` itself
     std::vector<float> router_bias;  // [n_expert] or empty
     std::vector<float> choice_bias;  // [n_expert] added for the selection only, or empty
-    std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] if the token's id determines its experts; otherwise
-                                     // empty
+    std::vector<int32_t> by_token;   // [n_vocab, n_expert_used] experts of each token id; empty if a router selects
     int           gating_op = LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX;
 };
 

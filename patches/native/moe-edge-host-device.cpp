@@ -53,8 +53,8 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return running == 0; });  // the tickets of a lost device pass before its jobs have
-                                                          // ended
+    // After a loss, tickets may pass before the running jobs have ended.
+    changed.wait(lock, [this] { return running == 0; });
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {
         munmap(memory, it->second);

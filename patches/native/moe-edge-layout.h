@@ -32,8 +32,8 @@ struct moe_edge_kernels {
     int32_t type;
     product gemv;  // for one row of activations in its vec_dot type
     product gemm;  // for a multiple of four rows of activations, interleaved in groups of four
-    void (*quantize)(const float * x, void * acts, int64_t n_in);  // converts four consecutive rows at x and
-                                                                   // interleaves them
+    // Converts four consecutive rows of activations at x to their vec_dot type, and interleaves them.
+    void (*quantize)(const float * x, void * acts, int64_t n_in);
     int (*interleave)(ggml_tensor * to, const void * rows, size_t size);
     int64_t tiles_from;  // rows of activations from which tiles are faster; 0: never
 };

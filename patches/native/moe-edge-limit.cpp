@@ -38,8 +38,8 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        conclude_transitions();  // otherwise their slots would stay in use until the next step, which may be waiting
-                                 // for the limit
+        // Otherwise complete transitions would keep two slots until the next step, which may be waiting for the limit.
+        conclude_transitions();
     }
     tables_fixed = false;
     stats.slot_bytes = total;

@@ -327,8 +327,7 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
 // the same share of its slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
-    std::vector<std::pair<double, int32_t>> order;  // for each slot: its position in its group, from 0 to 1, and the
-                                                    // group
+    std::vector<std::pair<double, int32_t>> order;  // of each slot: its position in its group (0 to 1), and the group
     for (int32_t g = 0; g < config.n_groups; g++) {
         for (int32_t i = 0; i < config.groups[g].n_slots; i++) {
             order.emplace_back((double) i / config.groups[g].n_slots, g);

@@ -77,8 +77,8 @@ class moe_edge_pool {
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was prefetched and this is its first use
 
-    void copied(int32_t i, moe_edge_ticket ticket);  // a copy to the slot was enqueued, ordered after the ticket
-                                                     // `after`
+    // Records that a copy to the slot was enqueued, which starts after the slot's ticket `after` has passed.
+    void copied(int32_t i, moe_edge_ticket ticket);
     void read_until(int32_t i, moe_edge_ticket ticket) { slots[i].after = ticket; }
 
     // Returns the least recently used complete slot for which may_go returns true, or -1 if there is none.

@@ -110,8 +110,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
                 experts[i], layer, n_tiers));
             return;
         }
-        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // every layer has a down matrix, so this counts each expert
-                                                          // once
+        if (kind >= MOE_EDGE_DOWN && !device_counts()) {  // counts each expert once: every layer has a down matrix
             stats.routed[phase][tiers[i] == MOE_EDGE_SKIP ? MOE_EDGE_MAX_TIERS : tiers[i]]++;
         }
     }

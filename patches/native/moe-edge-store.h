@@ -72,12 +72,12 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     void    begin_step(moe_edge_batch micro_batch);
     void    close_step();           // ends the step of a model, whether it was computed or aborted
     const moe_edge_batch & step_batch() const { return batch; }  // empty if no step is running
-    bool    end_step(uint64_t us);  // reports a computed step. If the callback refuses it, the step fails and the
-                                    // result is false.
+    // Reports a computed step to the step callback. Returns false, and the step fails, if the callback refuses it.
+    bool    end_step(uint64_t us);
     void    end_sequence(int32_t sequence);
     void    describe_tokens();      // fills phases and sequences of `event`
-    bool    route();  // calls the callback with `event` and applies the decision; false if the step failed or was
-                      // aborted
+    // Calls the route callback with `event` and applies its decision. Returns false if the step failed or was aborted.
+    bool    route();
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
     void    simulate_speed(uint64_t bandwidth, uint64_t latency_us);
@@ -336,10 +336,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     uint64_t                    mapped_bytes = 0;
     bool                        split = false;     // some pools of a store on a device are in host memory
     std::vector<moe_edge_pool>  pools;
-    std::vector<int32_t>        group_of_slot;     // groups of the slots in the order of their addresses; empty on a
-                                                   // device
-    uint64_t                    owed_bytes = 0;    // bytes of slots above the limit that were still in use after the
-                                                   // last fit()
+    std::vector<int32_t>        group_of_slot;     // group of each slot, by rising address; empty with a device
+    uint64_t                    owed_bytes = 0;    // bytes above the limit that were still in use after the last fit()
     bool                        running = false;   // a step of a model or a warm start is running
     std::vector<moe_edge_cell>  cells;
     moe_edge_checksums          checksums;  // indexed by slice_id
@@ -398,8 +396,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>    routed;
     std::vector<std::vector<int32_t>> routed_of;  // [n_layers] experts of the last route event
     std::vector<uint8_t>    routed_tiers, routed_passing;
-    moe_edge_reads          reads { *this, mutex };  // last member: its threads end before the other members are
-                                                     // destroyed
+    // The last member, so that its threads end before the other members are destroyed.
+    moe_edge_reads          reads { *this, mutex };
 };
 
 bool moe_edge_is_in_turn();  // the latest argument of moe_edge_in_turn()

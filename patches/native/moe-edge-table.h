@@ -27,8 +27,9 @@ struct moe_edge_ready {
     int32_t         expert;
     int32_t         type;
     moe_edge_ticket ticket;  // must pass before data is read
-    int32_t         place = MOE_EDGE_MISS_COPY;  // MOE_EDGE_MISS_COPY: data is a slot. Otherwise data is host memory
-                                                 // that is used in place, and enum moe_edge_miss says who computes it.
+    // MOE_EDGE_MISS_COPY: data is in a slot. MOE_EDGE_MISS_COMPUTE: data is in host memory, and the host computes the
+    // expert there.
+    int32_t         place = MOE_EDGE_MISS_COPY;
 };
 
 // The most tokens of a step for which an expert may be used in place, without copying it to a slot. With so few tokens,
@@ -86,8 +87,8 @@ struct moe_edge_matrix {
     int32_t                     layer = 0;
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
-    std::vector<const moe_edge_kernels *> kernels;  // [n_tiers] kernels for the CPU's own layout; null: the
-                                                    // layout of the file
+    // [n_tiers] The kernels for slots in the CPU's own layout (interleaved rows); null if slots hold the file's bytes.
+    std::vector<const moe_edge_kernels *> kernels;
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // increases with every change of the table
     moe_edge_device *           device  = nullptr;  // the device whose memory the table points to; null for host memory

@@ -17,8 +17,7 @@ namespace {
 
 constexpr int ROWS       = MOE_EDGE_ROWS;
 constexpr int PIECE      = 8;   // consecutive bytes of one row in the interleaved layout
-constexpr int BYTES      = 32;  // bytes of a row that are unpacked at a time; the values of their low and high parts
-                                // are this far apart
+constexpr int BYTES      = 32;  // bytes of a row that are unpacked at a time, each to values that are BYTES apart
 constexpr int CACHE_LINE = 64;
 constexpr int64_t LEAST_ROWS = 64;  // per thread at a time
 constexpr int64_t UNITS      = 4;   // portions for each thread

@@ -52,8 +52,10 @@ extern "C" {
 #define MOE_EDGE_DEVICE_ALIGN 256
 #define MOE_EDGE_SKIP         255  // tier of an expert that is skipped and contributes nothing
 #define MOE_EDGE_ABSENT       254  // residency of an expert if one of its matrices is in no tier
-#define MOE_EDGE_FAILED       (-3) // returned by llama_decode if the step failed and would also fail with fewer tokens.
-                                   // If moe_edge_error() returns NULL, the failure is llama.cpp's own.
+
+// The value that llama_decode returns if the step failed and would also fail with fewer tokens. If moe_edge_error()
+// returns NULL, the failure is llama.cpp's own.
+#define MOE_EDGE_FAILED (-3)
 
 // The matrices of an expert (matrix kinds). The experts of a layer have UP, GATE and DOWN; or UP and DOWN; or GATE_UP
 // and DOWN.
@@ -73,21 +75,24 @@ enum moe_edge_phase {
 
 enum moe_edge_flags {
     MOE_EDGE_DIRECT_IO   = 1,  // use O_DIRECT if the file system supports it
-    MOE_EDGE_EXACT_TIERS = 2,  // a request evicts a better resident tier and computes the requested one. For measuring
-                               // the quality loss of a tier; slow.
+    // Every request computes exactly the requested tier: it evicts a better resident tier. Slow; for measuring the
+    // quality loss of a tier.
+    MOE_EDGE_EXACT_TIERS = 2,
     MOE_EDGE_SIMULATED   = 4,  // open no files: reads move no bytes and take virtual time
-    // The next two are for comparisons only; both are slow.
-    MOE_EDGE_WHOLE_EXPERTS = 8,  // an op receives an expert only after all its matrices are resident. If none of
-                                 // the missing matrices can get a slot, the op receives the resident ones.
-    MOE_EDGE_RIGID       = 16, // only with MOE_EDGE_SIMULATED: demand reads and prefetches run in the order in which
-                               // they were requested, and no read is cancelled
+    // An op receives an expert only after all matrices of the expert are resident. If none of its missing matrices can
+    // get a slot, the op receives the resident ones. Slow; for comparisons only.
+    MOE_EDGE_WHOLE_EXPERTS = 8,
+    // Demand reads and prefetches run in the order of their requests, and no read is cancelled. Slow; for comparisons
+    // only, and only with MOE_EDGE_SIMULATED.
+    MOE_EDGE_RIGID       = 16,
 };
 
 // How a store on a device serves an expert that a token needs and that is not in device memory (a cache miss).
 enum moe_edge_miss {
     MOE_EDGE_MISS_COPY    = 0,  // copy it to a slot, then compute it on the device
-    MOE_EDGE_MISS_COMPUTE = 1,  // threads of the host compute it in host memory while the device computes
-                                // other experts. It takes no slot; it may be copied to one afterwards
+    // Host threads compute the expert in host memory while the device computes other experts. The expert takes no slot
+    // for that, but may be copied to a slot afterwards.
+    MOE_EDGE_MISS_COMPUTE = 1,
     MOE_EDGE_MISS_AUTO    = 2,  // choose for each expert the way that finishes its layer first
 };
 
@@ -99,12 +104,15 @@ struct moe_edge_slices {
     int32_t  file;          // index in moe_edge_config.files
     int32_t  type;          // enum ggml_type
     int32_t  group;         // index of the slot group that holds these slices
-    int32_t  interleaved_rows;  // 0: slots hold the bytes of the file. Otherwise the number of rows of the matrix, and
-                                // slots hold the CPU's own layout: see moe_edge_interleaves().
-    const uint32_t * checksums;  // [n_expert] CRC-32 of each expert, or NULL. If the first complete read of an expert
-                                 // has another checksum, it counts as a failed read.
-    double   compute_us;    // for MOE_EDGE_MISS_AUTO: time of one expert's product on the host threads, as
-                            // moe_edge_measure_product() measures it. 0: the host must not compute it.
+    // 0 if slots hold the bytes of the file. If slots hold the CPU's own layout (moe_edge_interleaves), the number of
+    // rows of the matrix.
+    int32_t  interleaved_rows;
+    // [n_expert] The CRC-32 of each expert, or NULL. If the first complete read of an expert has another checksum, the
+    // read fails.
+    const uint32_t * checksums;
+    // For MOE_EDGE_MISS_AUTO: the time in which the host threads multiply one expert with a token, as measured by
+    // moe_edge_measure_product(). 0: the host must not compute these experts.
+    double   compute_us;
 };
 
 // The configuration of a slot group: slots of one size with a common LRU order. Several layers may share a group, but
@@ -117,9 +125,9 @@ struct moe_edge_group {
     uint64_t slot_bytes;
     int32_t  n_slots;
     int32_t  n_passing;  // most slots that streaming requests may hold; 0 means 1
-    int32_t  place;      // enum moe_edge_miss. MOE_EDGE_MISS_COPY: the slots are in the store's memory.
-                         // MOE_EDGE_MISS_COMPUTE, for a store on a device: the slots are in host memory, and host
-                         // threads compute the experts in them, for any number of tokens.
+    // The place of the slots, an enum moe_edge_miss. MOE_EDGE_MISS_COPY: the store's own memory. MOE_EDGE_MISS_COMPUTE,
+    // for a store on a device: host memory, in which host threads compute the experts for any number of tokens.
+    int32_t  place;
     int32_t  reserved;
 };
 
@@ -133,17 +141,19 @@ struct moe_edge_config {
     const char * const *           files;
     const struct moe_edge_layer *  layers;
     const struct moe_edge_group *  groups;
-    void *   device;          // from moe_edge_device_find(): the slots are in device memory, and misses come from host
-                              // memory or from the files. NULL: the slots are in host memory.
-    uint64_t budget_bytes;    // the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
-                              // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
-    uint64_t host_bytes;      // budget of the host tier of a store on a device: slices on their way to the device, and
-                              // slices kept for the next miss. At least moe_edge_host_least_bytes().
-    // For MOE_EDGE_MISS_AUTO: the bytes of weights per second that are copied to the device, or that kernels read from
-    // host memory. 0 if the device cannot do it. round_trip_us is the cost of each synchronization of host and device,
-    // including the time to wake the host threads. copy_bytes_per_s also limits how many copies of prefetched slices
-    // are in flight.
+    // The device whose memory holds the slots, from moe_edge_device_find(). Misses are then served from host memory or
+    // from the files. NULL: the slots are in host memory.
+    void *   device;
+    // The budget for slots: the sum of slot_bytes*n_slots must not exceed it. On a device, each group starts at a
+    // multiple of MOE_EDGE_DEVICE_ALIGN; this padding is not part of the budget.
+    uint64_t budget_bytes;
+    // The budget of the host tier of a store on a device: slices on their way to the device, and slices kept for the
+    // next miss. At least moe_edge_host_least_bytes().
+    uint64_t host_bytes;
+    // For MOE_EDGE_MISS_AUTO: how many bytes of weights per second can be copied to the device. 0 if unknown.
     double   copy_bytes_per_s;
+    // For MOE_EDGE_MISS_AUTO: the microseconds that each synchronization of host and device takes, including the time
+    // to wake the host threads.
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss for layers with few tokens, on a device; other layers use COPY
     int32_t  n_host_threads;  // host threads that compute misses
@@ -153,13 +163,15 @@ struct moe_edge_config {
     int32_t  n_tiers;         // tier 0 is the best
     int32_t  n_expert;        // experts per layer
     int32_t  n_expert_used;   // k: the most experts that a token uses in a layer
-    int32_t  max_tokens;      // n_ubatch: the most tokens in one route event. A larger event is not reported, and its
-                              // experts are computed in the default tier.
+    // The most tokens in one route event (n_ubatch). A larger event is not reported, and its experts are computed in
+    // the default tier.
+    int32_t  max_tokens;
     int32_t  n_ahead;         // look-ahead depth P, 0 .. MOE_EDGE_MAX_AHEAD
     int32_t  n_io_threads;
     int32_t  flags;           // enum moe_edge_flags
-    int32_t  importance_window;  // token importance is computed from the last W queries of each prompt in a step.
-                                 // 0: none. -1: from all queries, which is not possible with flash attention.
+    // The number of tokens at the end of each prompt in a step whose attention queries determine token importance. 0:
+    // compute no importance. -1: use the queries of all tokens, which is not possible with flash attention.
+    int32_t  importance_window;
     int32_t  reserved;
 };
 
@@ -182,8 +194,9 @@ struct moe_edge_event {
     const int32_t * sequences; // [T]     sequence of each token; the first one if a token has several
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted experts, best first; padded like ids
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of ahead_ids, eq. 6 of DyMoE
-    const float   * importance; // [T]    attention that each prompt token receives from its own sequence, eq. 1 of
-                                // DyMoE. Undefined for tokens that do not belong to a prompt.
+    // [T] The attention that each prompt token receives from its own sequence, eq. 1 of DyMoE. Undefined for tokens
+    // that do not belong to a prompt.
+    const float   * importance;
     const uint8_t * resident;  // [n_layers, n_expert] as returned by moe_edge_get_resident
     const uint8_t * missing;   // [n_layers, n_expert] bit mask of 1 << moe_edge_kind: matrices resident in no tier
 };
@@ -231,8 +244,9 @@ struct moe_edge_step {
     int32_t  reserved;
     const int32_t * starts;         // [n_starts] sequences with a token at position 0
     const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a prompt token that has an output
-    const int32_t * ends;           // [n_ends] sequences passed to moe_edge_sequence_end since the last report, and
-                                    // therefore before the starts of this step
+    // [n_ends] The sequences passed to moe_edge_sequence_end since the last report. They ended before the sequences in
+    // `starts` began.
+    const int32_t * ends;
 };
 
 // The type of the step callback. It returns 0, or another value to make the step fail although it was computed.
@@ -288,8 +302,9 @@ struct moe_edge_stats {
     uint64_t host_bytes;           // memory of the host tier of the device, all of it allocated at the start
     int32_t  direct_io;            // 1 if every file is read with O_DIRECT
     int32_t  host_pinned;          // 1 if the memory of host_bytes is pinned
-    int32_t  misses;               // enum moe_edge_miss in effect: the configured one, or copy if
-                                   // auto was configured and the speed of copies is not known
+    // The enum moe_edge_miss in effect. It is the configured value, or MOE_EDGE_MISS_COPY if MOE_EDGE_MISS_AUTO was
+    // configured and the speed of copies is not known.
+    int32_t  misses;
     int32_t  reserved;
 };
 

@@ -40,8 +40,8 @@ typedef struct moe_edge_server_config {
     int32_t      n_threads;
     int32_t      max_tokens;     // maximum length of an answer, in tokens; -1: the rest of the context
     int32_t      cache_mib;      // memory for KV copies of earlier conversations, in MiB; 0: no copies
-    int32_t      n_checkpoints;  // checkpoints per conversation if the memory cannot be cut (see
-                                 // moe_edge_server_has_part); 0: none
+    // The number of checkpoints kept for each conversation if moe_edge_server_has_part() is 1. 0: keep none.
+    int32_t      n_checkpoints;
     uint32_t     seed;           // UINT32_MAX: a new seed for each request
     int32_t      top_k;          // this and the following three: defaults of the sampler
     float        temp;
@@ -83,8 +83,8 @@ MOE_EDGE_SERVER_API void moe_edge_server_set_before_prompt(
 // positions of the sequence as a note. It recalls the note if the sequence returns to that position, or if a copy with
 // the note is restored. Called on the decode thread; drop is also called by moe_edge_server_free.
 typedef struct moe_edge_server_notes {
-    int64_t (*note)(void * user, int32_t sequence);               // saves the current state of a sequence; returns a
-                                                                  // number, or -1 for nothing
+    // Saves the current external state of a sequence as a note. Returns the note's number, or -1 if nothing was saved.
+    int64_t (*note)(void * user, int32_t sequence);
     void    (*recall)(void * user, int32_t sequence, int64_t note);
     void    (*drop)(void * user, int64_t note);                   // the note will not be recalled again
     void *  user;
