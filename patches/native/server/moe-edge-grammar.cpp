@@ -1,4 +1,4 @@
-// Upstream's grammars with their steps counted, and a sampler for them. Upstream recurses as deeply as a grammar is
+// Limits the work of upstream's grammars, and makes a sampler of them. Upstream recurses as deeply as a grammar is
 // nested. A rule of ten lines can take it practically forever, and for some grammars its stacks double with each token.
 // If a grammar is invalid, upstream prints all of it and gives no reason.
 
@@ -34,10 +34,11 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// Errors that upstream logs are thrown here. When upstream reads a grammar, it catches each error, prints it with
-// fprintf and continues. Here fprintf is defined as `throw`, without the printing, so that the caught error reaches our
-// code. Outside of a catch block such a `throw` would abort the process; this concerns only functions that print a
-// grammar, which are not called.
+// Makes errors in upstream's grammar code throw std::invalid_argument. Most of them reach LLAMA_LOG_ERROR, which throws
+// here. Where upstream reads a grammar, it catches each error, prints it with fprintf and continues. In these catch
+// blocks, the macro turns fprintf into `throw`, which passes the caught error on to our code. Outside of a catch block
+// such a `throw` would abort the process; upstream has it only in functions that print a grammar, which are not called.
+// The other macros count steps.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)
@@ -52,14 +53,15 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
 
 namespace {
 
-// Number of elements after expanding repetitions. Each may become a separate rule of about 250 bytes.
+// The most elements that a grammar may have after its repetitions are expanded. Each element may become a rule of about
+// 250 bytes.
 const uint64_t MOST_REPEATED = 1 << 16;
-// Upstream treats a maximum above this number as unlimited.
+// The largest maximum of a repetition that upstream respects; above this number, it treats the repetition as unlimited.
 const uint64_t MOST_TIMES = MAX_REPETITION_THRESHOLD;
-// CPU time for one token, or for reading a grammar. Concurrent answers wait meanwhile.
+// The most CPU time in nanoseconds for one token, or for reading a grammar. Answers to other requests wait meanwhile.
 const int64_t MOST_NS = 500000000;
-// CPU time for the first token of an answer, which is tried before the request is queued. Each token delays the other
-// answers by about this time.
+// The most CPU time in nanoseconds for the first token of an answer, which is tried before the request is queued. Each
+// token of the answer will delay other answers by about this time.
 const int64_t MOST_FIRST_NS = 100000000;
 const size_t MOST_REASON = 160;
 
@@ -78,8 +80,8 @@ uint64_t number_at(const char *& at) {
     return found;
 }
 
-// Checks repetitions before upstream expands them. Upstream copies a repeated element as often as it may occur. If the
-// maximum is below the minimum, it counts through all numbers.
+// Throws std::invalid_argument if a grammar has repetitions that would take upstream too long to expand. Upstream
+// copies an element as often as it may be repeated. If the maximum is below the minimum, it counts through all numbers.
 void check_repetitions(const char * text) {
     uint64_t symbol = 1, all = 0;  // number of elements
     for (const char * at = text; *at; at++) {
@@ -121,7 +123,8 @@ void check_repetitions(const char * text) {
     }
 }
 
-// Returns the reason in one line. Upstream quotes the rest of the grammar.
+// Returns one line that begins with "the grammar" and gives this reason. Upstream's reasons quote the rest of the
+// grammar.
 std::string sentence(std::string reason) {
     const std::string ours = "the grammar ";
     reason = reason.substr(0, MOST_REASON);
@@ -131,7 +134,7 @@ std::string sentence(std::string reason) {
     return reason.compare(0, ours.size(), ours) == 0 ? reason : "the grammar is refused: " + reason;
 }
 
-// The request whose grammars this thread reads before they are queued.
+// Receives the grammars that this thread reads before it queues the tasks of its request. Null at other times.
 thread_local std::vector<moe_edge_prepared_grammar> * preparing = nullptr;
 thread_local const std::function<bool()> * preparing_given_up = nullptr;
 
@@ -150,7 +153,8 @@ struct freed {
 
 using grammar_ptr = std::unique_ptr<llama_grammar, freed>;
 
-// Copies a grammar. Upstream's own function compares each element of each stack with every element of every rule.
+// Returns a copy of a grammar with all its stacks. Upstream's own function is slow: it compares each element of each
+// stack with every element of every rule.
 grammar_ptr copy_of(const llama_grammar & from) {
     grammar_ptr made(new llama_grammar{
         from.vocab, from.rules, from.stacks, from.partial_utf8, from.lazy, from.awaiting_trigger, from.trigger_buffer,
@@ -168,7 +172,8 @@ grammar_ptr copy_of(const llama_grammar & from) {
     return made;
 }
 
-// A grammar as it was read. Its samplers copy it, because reading may take half a second.
+// A grammar that was read once, with everything that it was read from. Samplers copy it instead of reading it again,
+// which may take half a second.
 struct origin {
     const llama_vocab *      vocab;
     std::string              text, root;
@@ -201,8 +206,8 @@ struct origin {
 
 using origin_ptr = std::shared_ptr<const origin>;
 
-// The grammars of all queued and running requests. If the thread of a request has read a grammar, the decode thread
-// does not read it again.
+// The grammars of all queued and running requests. Through them, the decode thread finds a grammar that the thread of a
+// request has read before, and does not read it again.
 class known_grammars {
   public:
     origin_ptr find(const origin & asked) {
@@ -240,10 +245,11 @@ struct grammar {
     void begin() { now = copy_of(*from->first); }
 };
 
-// The grammar of the sampler that was created last while `preparing`.
+// The grammar of the sampler that was created last, while `preparing` is set.
 thread_local grammar * prepared = nullptr;
 
-// Checks every token of the vocabulary, as the first token of an answer does.
+// Does the work for the first token of an answer: checks every token of the vocabulary. Throws std::invalid_argument if
+// this takes too long.
 void try_first_token(const llama_grammar & grammar) {
     std::vector<llama_token_data> tokens(grammar.vocab->n_tokens());
     for (size_t i = 0; i < tokens.size(); i++) {
