@@ -176,7 +176,7 @@ moe_edge_room_hook::moe_edge_room_hook(llama_context & ctx, uint32_t n_tokens, u
         lay_out(model->store->laid_out);
     } catch (const std::exception & error) {
         model->store->laid_out = 0;
-        refuse(std::string("there is no memory for the step: ") + error.what());
+        refuse(std::string("memory for the step cannot be allocated: ") + error.what());
     }
 }
 

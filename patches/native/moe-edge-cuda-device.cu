@@ -30,7 +30,7 @@ static void on_abort(const char * message) {
     if (status != cudaSuccess) {
         fprintf(stderr, "The GPU has failed (%s): start the program again, or use --device cpu.\n", cudaGetErrorString(status));
     } else if (full) {
-        fprintf(stderr, "The GPU's memory is full: end what else uses it, or give a smaller --vram.\n");
+        fprintf(stderr, "The GPU's memory is full: end other programs that use it, or give a smaller --vram.\n");
     } else {
         fprintf(stderr, "%s\n", message);
         return;
@@ -168,7 +168,7 @@ void * moe_edge_cuda_device::alloc(uint64_t bytes) {
 
 void moe_edge_cuda_device::release(void * memory) {
     if (memory && make_current()) {
-        check(cudaFree(memory), "its memory cannot be given back");
+        check(cudaFree(memory), "its memory cannot be freed");
     }
 }
 
@@ -226,7 +226,7 @@ void moe_edge_cuda_device::release_host(char * memory) {
     }
     for (char * piece : pieces) {
         if (make_current()) {
-            check(cudaHostUnregister(piece), "host memory cannot be given back");
+            check(cudaHostUnregister(piece), "host memory cannot be unpinned");
         }
     }
     munmap(memory, bytes);

@@ -44,7 +44,7 @@ known_device open_device(const std::string & name) {
     }
     const int32_t index = number_after(name, "cuda");
     if (index < 0) {
-        refuse("there is no device '%s': known are cuda0, cuda1, ... and host", name.c_str());
+        refuse("there is no device '%s': the names of devices are cuda0, cuda1, ... and host", name.c_str());
     }
     ggml_backend_reg_t reg = ggml_backend_reg_by_name("CUDA");
     if (!reg) {
@@ -56,7 +56,7 @@ known_device open_device(const std::string & name) {
     const auto type_of   = reinterpret_cast<find_type>(ggml_backend_reg_get_proc_address(reg, "moe_edge_buffer_type"));
     const int32_t n = ggml_backend_reg_dev_count(reg);
     if (index >= n || !device_of || !type_of) {
-        refuse("device %s: %d CUDA devices are usable here", name.c_str(), device_of && type_of ? n : 0);
+        refuse("device %s: %d CUDA devices are usable on this machine", name.c_str(), device_of && type_of ? n : 0);
     }
     known_device found;
     found.device       = device_of(index);

@@ -44,7 +44,7 @@ moe_edge_host_tier::moe_edge_host_tier(moe_edge_device & device, uint64_t budget
     : device(device), lists(classes.size()), slot_of(n_slices, -1) {
     const uint64_t least = least_bytes(classes);
     if (budget_bytes < least) {
-        refuse("store: %llu bytes of host memory are too few between the disk and the device: the smallest that works is %llu",
+        refuse("store: %llu bytes of host memory are too few for the host tier (between the disk and the device): the minimum is %llu",
             (unsigned long long) budget_bytes, (unsigned long long) least);
     }
     const std::vector<int32_t> n = divide(budget_bytes, classes);
@@ -53,7 +53,7 @@ moe_edge_host_tier::moe_edge_host_tier(moe_edge_device & device, uint64_t budget
     }
     memory = device.alloc_host(total_bytes, &pinned);
     if (!memory) {
-        refuse("store: no host memory for %llu bytes between the disk and the device", (unsigned long long) total_bytes);
+        refuse("store: %llu bytes of host memory cannot be allocated for the host tier (between the disk and the device)", (unsigned long long) total_bytes);
     }
     char * at = memory;
     for (size_t i = 0; i < classes.size(); i++) {

@@ -10,7 +10,7 @@
 void moe_edge_store::open_in_place(const moe_edge_config & config) {
     if (config.misses < MOE_EDGE_MISS_COPY || config.misses > MOE_EDGE_MISS_AUTO || config.n_host_threads < 0 ||
         config.n_host_threads > 1024) {
-        refuse("store: there is no way %d of serving misses with %d threads", config.misses, config.n_host_threads);
+        refuse("store: misses %d or n_host_threads %d is out of range", config.misses, config.n_host_threads);
     }
     copy_s_per_byte = config.copy_bytes_per_s > 0.0 ? 1.0 / config.copy_bytes_per_s : INFINITY;
     round_trip_s    = config.round_trip_us * 1e-6;

@@ -15,17 +15,17 @@
 uint64_t moe_edge_store::limit(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     if (device) {
-        refuse("store: slots on a device stay as they were planned");
+        refuse("store: slots on a device cannot be limited");
     }
     if (running) {
-        refuse("store: slots are given back between steps, and a step or a warm start runs");
+        refuse("store: slots cannot be limited while a step or a warm start is running");
     }
     uint64_t least = 0, total = 0;
     for (const auto & pool : pools) {
         least += pool.slot_bytes;
     }
     if (bytes < least) {
-        refuse("store: %llu bytes are too few for slots: the least that works is %llu bytes, one slot of each group",
+        refuse("store: %llu bytes are too few for slots: the minimum is %llu bytes, one slot of each group",
             (unsigned long long) bytes, (unsigned long long) least);
     }
     std::vector<int32_t> n_slots(pools.size());

@@ -46,7 +46,7 @@ std::vector<int32_t> read_choices(const ggml_tensor * table, const moe_edge_stor
         out.resize(ggml_nelements(table));
         ggml_backend_tensor_get(table, out.data(), 0, ggml_nbytes(table));
         if (!std::all_of(out.begin(), out.end(), [&](int32_t e) { return e >= 0 && e < store.n_expert; })) {
-            refuse("%s: it chooses an expert that the model does not have", table->name);
+            refuse("%s selects an expert that the model does not have", table->name);
         }
     }
     return out;
@@ -61,10 +61,10 @@ template <typename... Args> [[noreturn]] void cannot_manage(const char * text, A
 
 void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * tensor) {
     if (!store.has_matrix(layer, kind, nullptr, 0)) {
-        refuse("%s: the store has no such layer or kind", tensor->name);
+        refuse("%s: the store has no such layer or matrix kind", tensor->name);
     }
     if (!tensor->buffer || ggml_backend_buffer_get_type(tensor->buffer) != moe_edge_placeholder_type(store.device)) {
-        refuse("%s was not loaded into the buffer type of the store's experts", tensor->name);
+        refuse("%s was not loaded into the buffer type that the store's experts must have", tensor->name);
     }
     for (int32_t t = 0; t < store.n_tiers; t++) {
         const auto & s = store.slices[layer][kind][t];
@@ -74,7 +74,7 @@ void bind(moe_edge_store & store, int32_t layer, int32_t kind, ggml_tensor * ten
             refuse("%s: its shape does not fit the expert file's tier of type %s", tensor->name, ggml_type_name(type));
         }
         if (store.device && !store.device->computes(s.type)) {
-            refuse("%s: the device has no kernel for the tier of type %s: choose other tiers, or --device cpu", tensor->name,
+            refuse("%s: the device has no kernel for the tier of type %s: give other tiers, or --device cpu", tensor->name,
                 ggml_type_name(type));
         }
     }
@@ -167,7 +167,7 @@ void attach(const llama_model & model, size_t n_placeholders) {
     std::unique_lock<std::shared_mutex> lock(moe_edge_attached.mutex);
     moe_edge_store * store = moe_edge_latest_waiting();
     if (!store) {
-        refuse("the model's experts are managed, but no expert store waits for it: create one before the model is loaded");
+        refuse("the model's experts need an expert store, but no store waits for a model: create a store before the model is loaded");
     }
     auto hook = make_hook(*store, model, n_placeholders);
     moe_edge_stop_waiting(store);
@@ -231,10 +231,10 @@ void moe_edge_reserve_hook::built(ggml_cgraph * graph) const {
                 continue;
             }
             if (node->op != GGML_OP_MUL_MAT_ID || s != 0) {
-                cannot_manage("%s is read by %s, and not by the product of experts alone", src->name, ggml_op_desc(node));
+                cannot_manage("%s is read by %s, and not only by products of experts", src->name, ggml_op_desc(node));
             }
             if (!announced(node->src[2])) {
-                cannot_manage("the experts of %s are not chosen in the common way", src->name);
+                cannot_manage("the graph selects the experts of %s in a way that moe-edge does not support", src->name);
             }
         }
     }

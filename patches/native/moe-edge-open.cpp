@@ -50,7 +50,7 @@ const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     const bool known = s.type >= 0 && s.type < GGML_TYPE_COUNT && ggml_blck_size((ggml_type) s.type) > 0 && s.interleaved_rows > 0;
     const auto * kernels = known ? moe_edge_kernels_of(s.type, row_length(s), s.interleaved_rows) : nullptr;
     if (!kernels || ggml_row_size((ggml_type) s.type, row_length(s)) * s.interleaved_rows != s.expert_bytes) {
-        refuse("store: this CPU has no layout of its own for a matrix that must have one");
+        refuse("store: interleaved_rows is set for a matrix for which this CPU has no own layout");
     }
     return kernels;
 }
@@ -93,7 +93,7 @@ moe_edge_store::moe_edge_store(const moe_edge_config & config)
                 m.types.push_back(slices[l][k][t].type);
                 m.kernels.push_back(kernels_of(slices[l][k][t]));
                 if (m.kernels.back() && device) {
-                    refuse("store: on a device experts are as in the file");
+                    refuse("store: interleaved_rows must be 0 for experts on a device");
                 }
             }
         }
@@ -227,11 +227,11 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         split |= pools[g].on_host;
         const bool direct = !device || pools[g].on_host;
         if (group.place != MOE_EDGE_MISS_COPY && !pools[g].on_host) {
-            refuse("store: group %d: slots next to a device's are for the host's threads to compute", g);
+            refuse("store: group %d: place must be MOE_EDGE_MISS_COPY or, in a store on a device, MOE_EDGE_MISS_COMPUTE", g);
         }
         if (group.n_slots < 1 || group.slot_bytes == 0 || (direct && group.slot_bytes % MOE_EDGE_BLOCK != 0) ||
             group.slot_bytes > (UINT64_MAX - MOE_EDGE_DEVICE_ALIGN - total) / group.n_slots) {
-            refuse("store: group %d: needs at least one slot, of a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
+            refuse("store: group %d needs at least one slot, and the size of its slots must be a multiple of %d bytes", g, (int) MOE_EDGE_BLOCK);
         }
         total += group.slot_bytes * group.n_slots;
         (direct ? on_host : on_device) += pool_bytes(group);
@@ -249,12 +249,12 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 }
                 auto & pool = pools[s.group];
                 if (pool.kind >= 0 && pool.kind != k) {
-                    refuse("store: group %d holds two kinds", s.group);
+                    refuse("store: group %d has slices of two matrix kinds, but it may have only one", s.group);
                 }
                 pool.mixed |= pool.kind >= 0 && pool.tier != t;
                 const bool there = device && !pool.on_host;
                 if (there && pool.mixed) {
-                    refuse("store: group %d holds two tiers, which it cannot on a device", s.group);
+                    refuse("store: group %d has slices of two tiers, but on a device it may have only one", s.group);
                 }
                 pool.kind = k;
                 pool.tier = t;
@@ -268,7 +268,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                     const uint64_t slot_bytes = config.groups[s.group].slot_bytes;
                     if (pool.type != s.type || pool.slice_bytes != s.expert_bytes || slot_bytes < s.expert_bytes ||
                         slot_bytes % ggml_type_size((ggml_type) s.type) != 0) {
-                        refuse("store: group %d: on a device all slices have one type and size, and slots whole blocks (layer %d, %s, tier %d)",
+                        refuse("store: group %d: on a device all slices of a group must have one type and size, and slots must be whole blocks (layer %d, %s, tier %d)",
                             s.group, il[l], KIND_NAMES[k], t);
                     }
                     continue;
@@ -289,7 +289,7 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
         if (failed) {
             refuse("store: %s", failure.c_str());
         }
-        refuse("store: %s has no memory for slots of %llu bytes", device->name().c_str(), (unsigned long long) on_device);
+        refuse("store: %s does not have %llu bytes of free memory for slots", device->name().c_str(), (unsigned long long) on_device);
     }
     stats.slot_bytes = total;
     if (device) {
@@ -359,7 +359,7 @@ char * moe_edge_store::map_pools(uint64_t total, int32_t flags) {
     mapped = mmap(nullptr, mapped_bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) {
         mapped = nullptr;
-        refuse("store: no memory for slots of %llu bytes: %s", (unsigned long long) total, strerror(errno));
+        refuse("store: %llu bytes of memory for slots cannot be allocated: %s", (unsigned long long) total, strerror(errno));
     }
     madvise(mapped, mapped_bytes, MADV_HUGEPAGE);
     madvise(mapped, mapped_bytes, MADV_DONTFORK);  // direct reads and copy-on-write do not work together

@@ -106,7 +106,7 @@ void moe_edge_store::apply_locked(int32_t layer, int32_t kind, const int32_t * e
     };
     for (int32_t i = 0; i < n; i++) {
         if (tiers[i] != MOE_EDGE_SKIP && tiers[i] >= n_tiers) {
-            fail_locked(format("the policy asked for tier %d of expert %d, layer %d: the model has %d", tiers[i],
+            fail_locked(format("the policy requested tier %d of expert %d in layer %d, but the model has %d tiers", tiers[i],
                 experts[i], layer, n_tiers));
             return;
         }
@@ -464,7 +464,7 @@ bool moe_edge_store::simulate_route(int32_t layer, int32_t n_tokens, int32_t n_a
             return false;
         }
         if (!counts) {
-            fail_locked("a route event comes from a graph, or to a simulated store made for its tokens and look-ahead");
+            fail_locked("moe_edge_sim_route needs a simulated store, and tokens and look-ahead layers within its configuration");
             return false;
         }
     }

@@ -106,7 +106,7 @@ void check_repetitions(const char * text) {
                 most = *at >= '0' && *at <= '9' ? number_at(at) : UINT64_MAX;
             }
             if (most < least) {
-                throw std::invalid_argument("a repetition has to come more often than it may");
+                throw std::invalid_argument("a repetition has a minimum above its maximum");
             }
             symbol *= std::max<uint64_t>(1, std::min(most > MOST_TIMES ? least : most, MOST_TIMES));
             all += symbol;
@@ -115,7 +115,7 @@ void check_repetitions(const char * text) {
             symbol = 1;
         }
         if (all > MOST_REPEATED || symbol > MOST_REPEATED) {
-            throw std::invalid_argument("its repetitions come to too much: at most 65536 elements");
+            throw std::invalid_argument("its repetitions expand to more than 65536 elements");
         }
         if (!*at) {
             return;
@@ -269,7 +269,7 @@ void accept(llama_sampler * sampler, llama_token token) {
         const auto & stacks = asked.now->stacks;
         const bool may_end = std::any_of(stacks.begin(), stacks.end(), [](const auto & each) { return each.empty(); });
         if (!may_end && !asked.now->awaiting_trigger && asked.from->vocab->is_eog(token)) {
-            throw std::invalid_argument("no token of the model goes on");  // upstream would abort the process
+            throw std::invalid_argument("no token of the model can continue the text");  // upstream would abort the process
         }
         llama_grammar_accept_impl(*asked.now, token);
     });

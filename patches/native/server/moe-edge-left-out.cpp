@@ -12,7 +12,7 @@
 namespace {
 
 [[noreturn]] void unreachable() {
-    throw std::runtime_error("this server takes text, no images, sound or video");
+    throw std::runtime_error("this server takes only text: no images, audio or video");
 }
 
 }  // namespace

@@ -192,7 +192,7 @@ common_chat_params moe_edge_templates_apply(
         allow_one_call(made.grammar);
     }
     if (required && made.grammar.empty()) {
-        throw std::invalid_argument("tool calls have no form in this chat template: --chat-template FILE sets another template");
+        throw std::invalid_argument("this chat template has no form for tool calls: --chat-template FILE sets another template");
     }
     const bool thinks_in_text = made.supports_thinking && inputs.reasoning_format == COMMON_REASONING_FORMAT_NONE;
     if (required && !thinks_in_text && !made.parser.empty()) {
