@@ -25,8 +25,8 @@
 #include <string>
 #include <variant>
 
-// The reason for which a load was started. The slot of an AHEAD load counts as prefetched, unless a step requested the
-// expert before the load arrived.
+// The reason for which a load was started. The slot of an AHEAD load (a prefetch) counts as prefetched, unless a step
+// requested the expert before the load arrived.
 enum class moe_edge_purpose : uint8_t {
     DEMAND,      // requested by a step or a warm start, or a revoked transition
     AHEAD,       // a prefetch
@@ -47,7 +47,8 @@ enum class moe_edge_fate : uint8_t {
 
 class moe_edge_load {
   public:
-    // Creates a load into a slot that has already been taken for it. order: position among loads of the same urgency.
+    // Creates a load into a slot that has already been taken for it. order: the position of this load among loads of
+    // the same urgency.
     static moe_edge_load into_slot(int8_t tier, moe_edge_purpose purpose, int32_t order, int32_t slot);
     // Creates a load for a prefetch. The prefetch has no slot yet: `claim` says how it will ask its pool for one later.
     static moe_edge_load ahead(int8_t tier, moe_edge_purpose purpose, int32_t order, const moe_edge_claim & claim);
@@ -76,7 +77,7 @@ class moe_edge_load {
     // Whether a step or a warm start waits for this load. It is then read and copied before prefetches and transitions.
     bool awaited() const { return !ahead() && !in_transition(); }
     bool has_slot() const { return std::holds_alternative<int32_t>(to); }
-    // Whether this load needs a slot and has none yet. False for a load in place, which needs no slot.
+    // Whether this load needs a slot and has none yet. False for a load whose bytes an op will use in the host tier.
     bool slotless() const { return std::holds_alternative<moe_edge_claim>(to); }
     const moe_edge_claim & claim() const { return std::get<moe_edge_claim>(to); }
 
@@ -167,8 +168,8 @@ class moe_edge_cell {
 
     // ---- state changes
 
-    // Records that the running step requests this entry in a tier. passing: whether it is a streaming request. Returns
-    // whether it is the step's first request for this entry.
+    // Records that the running step requests this entry in a tier. passing: whether it is a streaming request, for a
+    // prompt that needs nearly all experts. Returns whether it is the step's first request for this entry.
     bool decide(uint8_t tier, bool passing) {
         const bool first = !asked;
         asked       = true;

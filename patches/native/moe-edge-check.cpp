@@ -5,7 +5,7 @@
 
 #include <map>
 
-// Whether a table entry points to the slot that holds the cache entry's resident tier.
+// Returns whether the table, in which ops find experts, points to the slot of the cache entry's resident tier.
 bool moe_edge_store::lies_in_slot(int32_t cell, const moe_edge_entry & entry) {
     const auto & c    = cells[cell];
     const auto & pool = pool_of(cell, c.tier());

@@ -80,7 +80,7 @@ moe_edge_batch describe(
 
 // Prefetches the experts of layers in which the token's id determines the experts, so that no prediction is needed.
 // This is done for all such layers at once, before the first of them is computed. In prefill the prefetches are
-// streaming requests.
+// streaming requests, which do not count as a use.
 void load_chosen(const hook_model & model, const llama_ubatch & ubatch) {
     moe_edge_store & store = *model.store;
     if (store.n_ahead == 0 || !ubatch.token) {

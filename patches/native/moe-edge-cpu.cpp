@@ -91,7 +91,7 @@ struct layout {
                 acts[n_acts++]   = take(ggml_row_size(vec_type, ggml_nelements(x)));
             }
             if (m.kernels[tier]) {
-                // With fewer tokens than GEMM_LEAST, no expert gets enough activations for this kernel.
+                // Fewer tokens than GEMM_LEAST can never give an expert enough activations for this kernel.
                 if (ids->ne[1] >= GEMM_LEAST) {
                     gemm_size = std::max(gemm_size, padded(interleaved_at(w->ne[0]) + GEMM_ACTS * ggml_row_size(vec_type, w->ne[0])));
                 }

@@ -26,7 +26,7 @@ constexpr uint32_t product(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// x to the power of 1, 2, 4, 8, ...
+// Returns x^1, x^2, x^4, x^8, and so on, modulo the CRC polynomial.
 constexpr std::array<uint32_t, 64> powers_of_two() {
     std::array<uint32_t, 64> out = {};
     uint32_t power = ONE >> 1;

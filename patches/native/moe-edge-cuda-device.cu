@@ -48,7 +48,7 @@ __global__ void take_counts(uint32_t * counts, uint32_t * out, const int32_t n) 
     }
 }
 
-// Returns the number of a ticket within its lane. The top byte of a ticket is the lane (ticket_of).
+// Returns the number that a ticket has within its lane. The top byte of a ticket is the number of the lane.
 static uint64_t number_of(moe_edge_ticket ticket) { return ticket << 8 >> 8; }
 
 // Returns whether every expert has the same tier in the device tables of both matrices.
@@ -158,7 +158,7 @@ void * moe_edge_cuda_device::alloc(uint64_t bytes) {
         (void) cudaGetLastError();  // the allocation does not fit, which is not a failure of the device
         return nullptr;
     }
-    // Clear the memory, because kernels read the padding after a slice, which must not contain a NaN.
+    // Clear the memory. Kernels also read the padding after an expert, which must not contain a NaN.
     if (!check(cudaMemset(memory, 0, bytes), "its memory cannot be cleared") ||
         !check(cudaDeviceSynchronize(), "its memory cannot be cleared")) {
         return nullptr;
@@ -172,7 +172,7 @@ void moe_edge_cuda_device::release(void * memory) {
     }
 }
 
-// Allocates the memory itself and registers it with CUDA piece by piece. If the driver refuses a piece, the earlier
+// Allocates host memory with mmap and pins it with CUDA, piece by piece. If the driver refuses a piece, the earlier
 // pieces stay pinned. Memory that the driver allocates is not used, because direct reads from disk may not work with
 // it.
 char * moe_edge_cuda_device::alloc_host(uint64_t bytes, bool * is_pinned) {
@@ -401,7 +401,8 @@ moe_edge_ticket moe_edge_cuda_device::record(cudaStream_t stream) {
         }
     }
     if (at == lanes.size()) {
-        // All lanes are taken by other streams, so this stream cannot get tickets. Wait for its work now instead.
+        // This stream cannot get tickets (marks in its work), because all lanes belong to other streams. Wait for its
+        // work now instead.
         check(cudaStreamSynchronize(stream), "its work failed");
         return 0;
     }
@@ -422,7 +423,8 @@ void moe_edge_cuda_device::order(cudaStream_t stream, moe_edge_ticket ticket) {
     }
     std::unique_lock<std::mutex> lock(l.mutex);
     l.changed.wait(lock, [&] { return lost || l.recorded >= number; });
-    // Hold the mutex until the stream's wait is enqueued, so that the event is not reused for a later ticket before.
+    // Hold the mutex until the stream's wait is enqueued. Otherwise the event could be reused for a later ticket
+    // before.
     if (!has_passed(l, number)) {
         check(cudaStreamWaitEvent(stream, l.events[number % RING], 0), "an event cannot be waited for");
     }
@@ -498,8 +500,8 @@ bool moe_edge_cuda_device::pool_shrank(const ggml_backend_cuda_context & ctx) {
     return std::exchange(seen, now) != now;
 }
 
-// Gives the lanes of the backend's streams back, so that other streams can use them. The ticket numbers of a lane
-// continue, so that no ticket is used twice.
+// Frees the lanes (stream records) of the backend's streams, so that other streams can use them. The ticket numbers of
+// a lane continue, so that no ticket is used twice.
 void moe_edge_cuda_device::forget(const ggml_backend_cuda_context & ctx) {
     std::lock_guard<std::mutex> lock(mutex);
     backends.erase(&ctx);
@@ -582,8 +584,8 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t->usable = false;
         }
     }
-    // Ops of the last step may still read slots through these tables. They did not call release(), so wait for the
-    // device.
+    // Ops of the last step may still read slots through these tables, and did not call release() for that. So wait for
+    // the device.
     if (changed && in_use && make_current()) {
         check(cudaDeviceSynchronize(), "its work failed");
     }

@@ -96,7 +96,7 @@ class moe_edge_cuda_device : public moe_edge_device {
 
     // Returns a ticket for everything launched on this stream so far, or 0 if the device is lost.
     moe_edge_ticket record(cudaStream_t stream);
-    // Makes all later work of this stream wait for the ticket.
+    // Makes all later work of this stream wait until the ticket (a point in the device's work) has passed.
     void order(cudaStream_t stream, moe_edge_ticket ticket);
 
     // Whether kernels can read pinned memory from alloc_host() with the same address as the host.
@@ -115,8 +115,8 @@ class moe_edge_cuda_device : public moe_edge_device {
         moe_edge_ticket after;
     };
 
-    // A CUDA stream whose work is marked by tickets. The tickets 1, 2, ... of a lane share a ring of events. The event
-    // of a ticket is used for a later ticket only after the first ticket has passed.
+    // A CUDA stream whose work is marked by tickets. Tickets 1, 2, ... of a lane share a ring of CUDA events. The event
+    // of a ticket is reused for a later ticket only after the earlier ticket has passed.
     struct lane {
         std::mutex               mutex;
         std::condition_variable  changed;

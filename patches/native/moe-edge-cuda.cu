@@ -42,7 +42,7 @@ struct result_rows {
     int64_t token_stride;
 };
 
-// Writes the expert id of one routed row, for each class of experts that a launch computes: `value` for class `own`, -1
+// Writes where a row finds its expert in each class of experts that a launch computes: `value` for class `own`, and -1
 // for the other classes. Writes zeros to the result row if the expert is skipped. Runs with one block per (slot,
 // token).
 static __device__ __forceinline__ void write_ids(const routed_ids routed, const int n_classes, const int own, const int32_t value,
@@ -107,9 +107,9 @@ __global__ void remap_list(const moe_edge_launch_list list, const gate_units gat
     }
 }
 
-// Translates the selected experts of every row to positions, like remap_list, with a table in device memory instead of
-// a list (moe_edge_plan_table). Each tier is a class. gate_table: null, or the table of the gate matrices, which must
-// have the same tiers.
+// Translates the selected expert of every row to its position in device memory, like remap_list, but with a table in
+// device memory instead of a list (moe_edge_plan_table). gate_table: null, or the table of the gate matrices, which
+// must have the same tiers.
 __global__ void remap_table(const int32_t * table, const int32_t * gate_table, const int n_expert, const int n_tiers,
                             const uint32_t indexed, const routed_ids routed, int32_t * out, int32_t * gate_out,
                             const result_rows dst, uint32_t * counts) {
@@ -356,7 +356,7 @@ class product {
     bool complete() const { return remaining == 0; }
 
     // Computes all experts that begin() requested: first those that are available, then the others as they arrive. All
-    // products must have the same activations (x) and ids.
+    // products must have the same activations (x) and the same selected experts (ids).
     static void run_waves(const std::vector<product *> & products) {
         for (product * p : products) {
             p->quantize();
@@ -369,9 +369,9 @@ class product {
         }
     }
 
-    // Computes this product, the gate product and their GLU, with one launch per class. All experts of both must be
-    // available. Returns false without any effect if the two matrices of an expert have different types, or if the host
-    // computes one.
+    // Computes this product, the gate product and their GLU together, with one launch for each group of similar
+    // experts. All experts of both products must be available. Returns false without any effect if the two matrices of
+    // an expert have different types, or if the host computes one of the experts.
     bool run_fused(product & gate, ggml_tensor * glu) {
         std::sort(ready.begin(), ready.end(), by_expert);
         std::sort(gate.ready.begin(), gate.ready.end(), by_expert);
@@ -410,9 +410,9 @@ class product {
         return true;
     }
 
-    // Returns the distinct selected experts, read from the device. Needed for a graph without the route hook. All
-    // products of a layer share their ids, so they are read only for the first product. The down product is the last
-    // one of a layer.
+    // Returns the distinct selected experts by reading the ids from the device. Needed for a graph without the route
+    // hook. All products of a layer share their ids, so the ids are read only for the first product. The down product
+    // is the last one of a layer.
     const std::vector<int32_t> & read_ids() const {
         struct reading {
             const void * store = nullptr;
@@ -484,8 +484,8 @@ class product {
                  (int64_t) (dst->nb[2] / sizeof(float)) };
     }
 
-    // Returns the device counters for the rows of each expert, or null if the store counts them. While the tables are
-    // static (they do not change during the step), the store does not count.
+    // Returns the counters on the device for the rows of each expert. Returns null in a step in which expert tables may
+    // change, because the store then counts the rows.
     uint32_t * counts() const {
         const moe_edge_cuda_table * t = moe_edge_cuda_table_of(*m);
         return t && m->ops->fixed(m) ? t->counts : nullptr;
@@ -562,8 +562,8 @@ class product {
         }
     };
 
-    // Copies the activations and the ids to the exchange memory of the host. Must come before the launches. Returns the
-    // ticket of the copies.
+    // Copies the activations and the ids to host memory, for the experts that the host computes. Must be called before
+    // the kernels are launched. Returns the ticket of the copies.
     moe_edge_ticket fetch(const exchanged & at) {
         const size_t row = x->ne[0]*sizeof(float);
         device->order(stream, device->exchange.last);
@@ -745,8 +745,8 @@ class product {
             x->ne[1], x->ne[2], 1, stream);
     }
 
-    // Computes a class with upstream's vector kernel, in portions of as many tokens as the kernel supports for this
-    // type.
+    // Computes one group of experts with upstream's vector kernel, in portions of as many tokens as the kernel supports
+    // for this type.
     void run_vec_q(const class_launch & c) {
         const int64_t step = get_mmvq_mmid_max_batch(static_cast<ggml_type>(c.type), cc);
         for (int64_t t = 0; t < n_tokens; t += step) {

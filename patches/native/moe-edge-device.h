@@ -38,8 +38,8 @@ struct moe_edge_device {
     virtual char * alloc_host(uint64_t bytes, bool * pinned) = 0;
     virtual void   release_host(char * memory) = 0;
 
-    // Enqueues a copy from host to device memory that starts after `after` has passed, and returns immediately. The
-    // source must not change until the returned ticket has passed. Returns 0 on failure.
+    // Enqueues a copy from host memory to device memory, and returns immediately. The copy starts after the ticket
+    // `after` has passed. The source must not change until the returned ticket has passed. Returns 0 on failure.
     virtual moe_edge_ticket copy(int32_t lane, void * to, const void * from, uint64_t bytes, moe_edge_ticket after) = 0;
 
     virtual bool passed(moe_edge_ticket ticket) = 0;
@@ -51,12 +51,12 @@ struct moe_edge_device {
 
     // Called at the start of each step of a store on this device, while no op is running. Must not call the store.
     //
-    // matrices: all matrices of the store. Their tables do not change until this function returns, so an executor that
-    // keeps tables on the device updates them here. fixed: no table changes before the next step boundary, and the
-    // ticket of every entry has passed. Ops may then run without begin, next and release.
+    // matrices: all expert matrices of the store. Their tables do not change until this function returns, so an
+    // executor that keeps tables on the device updates them here. fixed: no table changes before the next step, and the
+    // ticket of every table entry has passed. Ops may then read the tables without calling the store.
     //
     // Slots may be reused after this function returns. Therefore all work of the previous step that was not reported to
-    // release() must have ended by then.
+    // the store must have ended by then.
     virtual void step_boundary(moe_edge_matrix * const * matrices, int32_t n, bool fixed) {
         (void) matrices;
         (void) n;

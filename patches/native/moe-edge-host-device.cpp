@@ -53,7 +53,7 @@ void * moe_edge_host_device::map(uint64_t bytes) {
 
 void moe_edge_host_device::unmap(void * memory) {
     std::unique_lock<std::mutex> lock(mutex);
-    // After a loss, tickets may pass before the running jobs have ended.
+    // Wait for the running jobs. After a loss of the device, tickets may pass before the jobs have ended.
     changed.wait(lock, [this] { return running == 0; });
     const auto it = mapped.find(memory);
     if (it != mapped.end()) {

@@ -26,8 +26,8 @@ void moe_edge_store::open_in_place(const moe_edge_config & config) {
     stats.misses = misses;
 }
 
-// Returns whether this matrix of an expert is requested and missing, and no load for it has been started. kind: the
-// requested matrix kind, or MOE_EDGE_N_KINDS for all.
+// Returns whether this matrix of an expert is requested and missing, and no load for it has been started. of_kind: the
+// kind of the matrix. kind: the kind that the step requests, or MOE_EDGE_N_KINDS for all.
 bool moe_edge_store::is_missing(int32_t layer, int32_t kind, int32_t of_kind, int32_t expert) const {
     const int32_t cell = cell_index(layer, of_kind, expert);
     const auto & c = cells[cell];
@@ -104,8 +104,8 @@ void moe_edge_store::choose_places(int32_t layer, int32_t kind, const int32_t * 
     hosted_expected_s += hosted ? threads : 0.0;
 }
 
-// Serves a request of this step without a slot. Returns whether it did: the expert must have been chosen for this, and
-// the host tier must be able to lend a slot.
+// Serves a request of this step without a slot: host threads will compute the expert in the host tier. Returns false,
+// and does nothing, if the expert was not chosen for this, or if too few slots of the host tier are free.
 bool moe_edge_store::try_in_place(int32_t cell) {
     const auto & c = cells[cell];
     const int32_t place = misses == MOE_EDGE_MISS_COPY ? misses : places[expert_of(cell)];
@@ -131,9 +131,9 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
     stats.host_computed_bytes[phase] += s.expert_bytes;
 }
 
-// Starts to copy an expert that the host has computed to slots on the device, as a prefetch. Does so only if no other
-// copy waits, so that these copies delay nothing. Does nothing with exact tiers: a better tier would be computed as
-// soon as it is resident.
+// Starts to copy an expert that the host has computed to slots on the device, as a prefetch for later steps. Does so
+// only if no other copy waits, so that these copies delay nothing. Does nothing with exact tiers, where a better tier
+// must not become resident.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;

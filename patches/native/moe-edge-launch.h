@@ -19,8 +19,8 @@ constexpr int32_t MOE_EDGE_LAUNCH_CLASSES = 8;
 // including the blocks within an expert, so the limit leaves a margin that is larger than any expert.
 constexpr uint64_t MOE_EDGE_REACH_UNITS = INT32_MAX - (1 << 26);
 
-// Returns the unit in which distances between experts are counted: the size of a block in bytes, or for float types the
-// alignment of slices.
+// Returns the unit in bytes in which distances between experts are counted: the size of a block, or for float types the
+// alignment of experts.
 inline int64_t moe_edge_unit_bytes(int32_t type) {
     return ggml_is_quantized((ggml_type) type) ? (int64_t) ggml_type_size((ggml_type) type) : MOE_EDGE_DEVICE_ALIGN;
 }

@@ -110,7 +110,7 @@ ggml_tensor matrix(int32_t type, int64_t n_in, int64_t n_out, void * data) {
     return t;
 }
 
-// Returns whether upstream would store this matrix in an interleaved layout on this CPU.
+// Returns whether upstream would store this matrix in a layout of interleaved rows on this CPU.
 bool upstream_repacks(int32_t type, int64_t n_in, int64_t n_out) {
     static const ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(ggml_backend_cpu_repack_buffer_type(), ROWS));
     ggml_tensor t = matrix(type, n_in, n_out, nullptr);
@@ -142,7 +142,7 @@ const moe_edge_kernels * moe_edge_kernels_of(int32_t type, int64_t n_in, int64_t
 }
 
 int64_t moe_edge_tiles_from(const moe_edge_kernels & kernels) {
-    // Determine this only once: every op asks, and the answer never changes.
+    // Determine this only once, because every op asks and the answer never changes.
     static const bool tiles = ggml_cpu_has_avx512_vnni() && upstream_tiles(GGML_TYPE_Q4_K) && upstream_tiles(GGML_TYPE_Q2_K);
     return kernels.tiles_from > 0 && tiles ? kernels.tiles_from : INT64_MAX;
 }

@@ -38,7 +38,8 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     }
     collect_counts();  // before the tables can change
     if (n_decided == 0) {
-        // Otherwise complete transitions would keep two slots until the next step, which may be waiting for the limit.
+        // Publish complete transitions (changes of tier) now. Otherwise each keeps the slots of its old and its new
+        // tier until the next step, which may be waiting for the limit.
         conclude_transitions();
     }
     tables_fixed = false;
@@ -54,16 +55,15 @@ uint64_t moe_edge_store::limit(uint64_t bytes) {
     return owed_bytes;
 }
 
-// Returns the number of loads in progress. If it is 0, waiting longer for the limit is useless: without a load, no
+// Returns the number of loads in progress. If it is 0, the caller need not wait longer for a limit: without a load, no
 // further slot will be released.
 int32_t moe_edge_store::loading() {
     std::lock_guard<std::mutex> lock(mutex);
     return std::count_if(cells.begin(), cells.end(), [](const moe_edge_cell & c) { return c.load() != nullptr; });
 }
 
-// Empties the slots above the limit and returns their memory to the system. Their most recently used entries move to
-// slots below the limit and evict older entries. Slots that an op or a transition still needs are emptied after they
-// are released.
+// Empties the slots above the limit and returns their memory to the system. Their most recently used experts move to
+// slots below the limit and evict older experts. Slots that are still needed are emptied after they are released.
 void moe_edge_store::fit() {
     for (auto & pool : pools) {
         for (int32_t i = pool.usable(); i < pool.size() && pool.n_beyond() > 0; i++) {

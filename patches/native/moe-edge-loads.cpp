@@ -1,5 +1,5 @@
-// Implements loads of experts, from the request to the published slot, including evictions. All functions require the
-// mutex.
+// Implements loads of experts into slots: from the request to the complete load, including evictions. All functions
+// require the store's mutex.
 
 #include "moe-edge-store.h"
 #include "moe-edge-util.h"
@@ -33,12 +33,13 @@ void moe_edge_store::touch(int32_t cell) {
     }
 }
 
-// Returns whether the resident tier of an entry may be evicted: no op of this step and no transition needs it.
+// Returns whether the resident tier of an entry may be evicted. It may if no op of this step needs the entry, and if no
+// change of the expert's tier is in progress.
 bool moe_edge_store::may_go(int32_t cell) const { return !cells[cell].pinned() && !in_transition(cell); }
 
 // Returns the complete slot of a pool that should be evicted first, or -1 if none may be evicted. Slots of streaming
-// requests come first, then all others, each in LRU order. A prefetch does not evict experts of its own prefetch list
-// or of a later list.
+// requests (of long prompts) come first, then all others, each in LRU order. A prefetch does not evict experts of its
+// own prefetch list or of a later list.
 int32_t moe_edge_store::least_useful(const moe_edge_pool & pool, const moe_edge_claim & claim) const {
     const auto oldest = [&](bool of_passing) {
         return pool.oldest([&](const moe_edge_pool::slot & s) {
@@ -205,8 +206,8 @@ void moe_edge_store::load_or_wait(int32_t cell) {
     }
 }
 
-// Takes a slot for a load that has none yet. Returns false if no slot can be taken, or if the load must not overtake
-// entries that already wait for a slot.
+// Takes a slot for a load that has none yet. Returns false if no slot can be taken, or if other entries have waited
+// longer for a slot.
 bool moe_edge_store::claim_slot(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -218,7 +219,8 @@ bool moe_edge_store::claim_slot(int32_t cell) {
     return true;
 }
 
-// Returns whether only streaming requests asked for this load.
+// Returns whether only streaming requests asked for this load. Such requests come from long prompts and do not count as
+// a use.
 bool moe_edge_store::passes_for(int32_t cell, const moe_edge_load & load) {
     return load.in_place() ? cells[cell].passing() : load.slotless() ? load.claim().passing : pool_of(cell, load.tier())[load.slot()].passing;
 }
@@ -232,7 +234,7 @@ void moe_edge_store::cancel_read(int32_t cell) {
     discard_load(cell);
 }
 
-// Ends a load that is being read. Parts that threads are reading now are read to their end, and then the load is
+// Ends a load that is being read. The parts that threads are reading now are read to their end; then the load is
 // discarded.
 void moe_edge_store::abandon(int32_t cell) {
     auto & load = *cells[cell].load();
@@ -243,7 +245,7 @@ void moe_edge_store::abandon(int32_t cell) {
     }
 }
 
-// Releases the slots and the entry of a load that ends without a result.
+// Ends a load without a result, and releases the slots that it holds.
 void moe_edge_store::free_load(int32_t cell) {
     auto & load = *cells[cell].load();
     auto & pool = pool_of(cell, load.tier());
@@ -257,15 +259,16 @@ void moe_edge_store::free_load(int32_t cell) {
     cells[cell].end();
 }
 
-// Removes a load that ends without a result. The next entry that waits for a slot of the same pool gets its slot.
+// Ends a load without a result. Its slot goes to the next cache entry that waits for a slot of the same pool.
 void moe_edge_store::discard_load(int32_t cell) {
     auto & pool = pool_of(cell, cells[cell].load()->tier());
     free_load(cell);
     serve_waiting(pool);
 }
 
-// Decides what happens to a load whose parts are all done: it is copied to the device, published, or discarded. A
-// promotion waits for release() if an op may still read the old bytes. A transition waits for the next step boundary.
+// Decides what happens to a load whose parts are all done: it is copied to the device, published (its tier becomes the
+// resident one), or discarded. A promotion waits for release() if an op may still read the old bytes. A transition
+// waits for the next step.
 void moe_edge_store::settle(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
@@ -304,7 +307,7 @@ void moe_edge_store::settle(int32_t cell) {
     }
 }
 
-// Publishes a complete load. From now on the loaded tier is the resident one, and the table points to its bytes.
+// Makes the tier of a complete load the resident tier of its entry. From now on, the table points to the loaded bytes.
 void moe_edge_store::publish(int32_t cell) {
     auto & c = cells[cell];
     moe_edge_pool * freed = nullptr;
@@ -361,8 +364,8 @@ bool moe_edge_store::begin_read(std::unique_lock<std::mutex> * lock, moe_edge_re
     return true;
 }
 
-// Handles the end of a part. The thread that has read the last part of a slice converts it to the CPU's own layout
-// first, if the slot needs that layout. Then the load is published.
+// Handles the end of a part. If the slot needs the CPU's own layout, the thread that has read the last part of an
+// expert matrix converts the matrix. Then the load is complete.
 void moe_edge_store::end_read(std::unique_lock<std::mutex> * lock, const moe_edge_read & read, const std::string & why,
                               uint64_t took_us, uint32_t crc) {
     auto & load = *cells[read.cell].load();
@@ -399,7 +402,8 @@ void moe_edge_store::break_load(const moe_edge_read & read, const std::string & 
     }
 }
 
-// Compares the checksum of a completely read slice with the expected one. The load fails if they differ.
+// Compares the checksum of an expert matrix that was completely read with the expected one. The load fails if they
+// differ.
 void moe_edge_store::compare(const moe_edge_read & read) {
     if (checksums.fits(slice_id(read.cell, read.tier), cells[read.cell].load()->crc())) {
         return;

@@ -35,14 +35,14 @@ const moe_edge_ops STORE_OPS = {
 
 }  // namespace
 
-// Returns the number of values in a row of an expert. Requires interleaved_rows, the number of the expert's rows.
+// Returns the number of values in a row of an expert matrix. interleaved_rows, the number of its rows, must be set.
 int64_t moe_edge_store::row_length(const moe_edge_slices & s) {
     const auto type = (ggml_type) s.type;
     return s.expert_bytes / s.interleaved_rows / ggml_type_size(type) * ggml_blck_size(type);
 }
 
-// Returns the kernels for the CPU's own layout (interleaved rows) if slots must hold these slices in that layout.
-// Returns null if slots hold the bytes of the file.
+// Returns the kernels for the CPU's own layout (interleaved rows) if slots must hold these expert matrices in that
+// layout. Returns null if slots hold the bytes of the file.
 const moe_edge_kernels * moe_edge_store::kernels_of(const moe_edge_slices & s) {
     if (s.interleaved_rows == 0 || s.expert_bytes == 0) {
         return nullptr;
@@ -259,8 +259,8 @@ void moe_edge_store::make_pools(const moe_edge_config & config) {
                 pool.kind = k;
                 pool.tier = t;
                 if (there) {
-                    // All slices on a device that share a group must have the same type and size. The padding after a
-                    // slice is never written, so a longer slice in the same slot would leave its bytes there.
+                    // On a device, all expert matrices that share a group must have the same type and size. The padding
+                    // after a matrix is never written, so a longer matrix in the same slot would leave its bytes there.
                     if (pool.type < 0) {
                         pool.type        = s.type;
                         pool.slice_bytes = s.expert_bytes;

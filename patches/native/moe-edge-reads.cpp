@@ -11,9 +11,9 @@
 
 namespace {
 
-// The file offsets that are needed to read one part of a slice. The slice has the bytes [first, last). This part covers
-// the blocks [begin, end), because direct reads read whole blocks. block0 is the start of the slice's first block,
-// which goes to the start of the slot.
+// The file offsets for reading one part of a slice (an expert matrix). The slice has the bytes [first, last). This part
+// covers the blocks [begin, end), because direct reads read whole blocks. block0 is the start of the slice's first
+// block, which goes to the start of the slot.
 struct slice_span {
     uint64_t first, last, block0, begin, end;
 
@@ -200,9 +200,9 @@ void moe_edge_reads::began(const moe_edge_read & read) {
     }
 }
 
-// Wakes the I/O threads if an urgent read is queued. Transitions do not wake threads: the thread that reads them
-// continues by itself, and waking the others for each op would cost compute time. In a simulation, starts all reads
-// that can start.
+// Wakes the I/O threads if an urgent read is queued. Background changes of tier (transitions) do not wake threads: the
+// thread that reads them continues by itself, and waking the others for each op would cost compute time. In a
+// simulation, starts all reads that can start.
 void moe_edge_reads::wake_threads() {
     if (!simulation) {
         if (urgent()) {
@@ -216,7 +216,7 @@ void moe_edge_reads::wake_threads() {
             continue;
         }
         const uint64_t bytes = read.slices->expert_bytes;
-        // Divide the slice so that its parts differ by at most one byte and add up to its size.
+        // Divide the bytes so that the parts differ by at most one byte and add up to the whole size.
         simulation->start(read, bytes * (read.part + 1) / read.parts - bytes * read.part / read.parts);
     }
 }
@@ -233,7 +233,7 @@ void moe_edge_reads::hold_transitions(uint64_t bytes) {
 
 uint64_t moe_edge_reads::now() const { return simulation ? simulation->now() / 1000 : now_us(); }
 
-// ---- simulation in virtual time: the caller takes the role of the graph and provides compute times
+// ---- simulation in virtual time
 
 void moe_edge_reads::set_speed(uint64_t bandwidth, uint64_t latency_us) {
     if (simulation) {

@@ -1,4 +1,5 @@
-// Declares the reads from disk: the files, the queue of reads, and the threads that read slices part by part.
+// Declares the reads from disk: the files, the queue of reads, and the threads that read slices (expert matrices) part
+// by part.
 //
 // The owner of this object is the store, which keeps the loads. The owner puts a key for each load into the queue. When
 // a thread is idle, the owner starts the most urgent load, and it is notified after each part. A simulation in virtual
@@ -23,8 +24,8 @@
 
 constexpr uint64_t MOE_EDGE_BLOCK = 4096;  // alignment of direct reads, in bytes
 
-// The size of the parts in which large slices are read. All I/O threads then work on the most urgent expert together,
-// and it is complete before the next expert.
+// The size of the parts in which large expert matrices are read. All I/O threads then work on the most urgent matrix
+// together, and it is complete before the next one.
 #ifndef MOE_EDGE_PART_BYTES  // tests set a smaller size
 #define MOE_EDGE_PART_BYTES (512 << 10)
 #endif
@@ -54,11 +55,11 @@ class moe_edge_files {
     const std::string & path(int32_t file) const { return files[file].path; }
     bool     direct() const;  // whether all files are read directly
 
-    // Reads one part of a slice into its slot; the slot starts with the slice's first block. Returns an empty string,
-    // or the reason for which the read failed.
+    // Reads one part of a slice (an expert matrix) into its slot; the slot starts with the slice's first block. Returns
+    // an empty string, or the reason for which the read failed.
     std::string read_part(const moe_edge_slices & s, int32_t expert, char * slot, int32_t part, int32_t parts) const;
-    // Returns the contribution of one part to the CRC-32 of its slice. The XOR of the contributions of all parts is the
-    // CRC-32 of the slice.
+    // Returns the contribution of one part to the CRC-32 of its slice (an expert matrix). The XOR of the contributions
+    // of all parts is the CRC-32 of the slice.
     static uint32_t part_crc(const moe_edge_slices & s, int32_t expert, const char * slot, int32_t part, int32_t parts);
 
   private:
@@ -71,8 +72,8 @@ class moe_edge_files {
     std::vector<file> files;
 };
 
-// The expected checksums of slices, by slice number. A slice is compared with its checksum after its first complete
-// read, and again only if it did not match. Damaged files are found, and later reads cost no more time.
+// The expected checksums of slices (expert matrices), by slice number. A slice is compared with its checksum after its
+// first complete read, and again only if it did not match. Damaged files are found, and later reads cost no more time.
 class moe_edge_checksums {
   public:
     void keep(size_t slice, size_t n_slices, uint32_t checksum);
@@ -84,7 +85,8 @@ class moe_edge_checksums {
     std::vector<uint8_t>  unchecked;  // [n_slices] 1: the next complete read is compared
 };
 
-// The classes of urgency of reads: demand reads come first, then prefetches, then transitions.
+// The classes of urgency of reads: demand reads come first, then prefetches, then transitions (background changes of
+// tier).
 enum moe_edge_urgency : int32_t { MOE_EDGE_DEMANDED = 0, MOE_EDGE_AHEAD = 1, MOE_EDGE_TRANSITING = 2 };
 
 // The sort key of a read in the queue: its urgency, two numbers that depend on the urgency, and its cache entry. For
@@ -157,8 +159,8 @@ class moe_edge_reads {
     void wake_for_transition() { work.notify_one(); }
     bool urgent() const { return !queue.empty() && queue.first_urgency() != MOE_EDGE_TRANSITING; }
 
-    // Limits the reads of transitions to this many bytes per second; 0 means no limit. Only one part of a transition is
-    // read at a time, so that the other threads stay available for urgent reads.
+    // Limits the reads of transitions (background changes of tier) to this many bytes per second; 0 means no limit.
+    // Only one part is read at a time, so that the other threads stay available for urgent reads.
     void     set_transition_rate(uint64_t bytes_per_s);
     void     hold_transitions(uint64_t bytes);  // sets when the next transition may start, after one of this size
     uint64_t held_until() const { return transition_at; }  // on the clock of now()

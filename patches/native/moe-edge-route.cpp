@@ -30,8 +30,7 @@ struct attention {
 };
 thread_local attention seen_attention;
 
-// The hook to which the layers of the graph being built are announced, if the graph only reserves memory. Otherwise
-// null.
+// The hook that learns which MoE layers the graph being built has, if the graph only reserves memory. Otherwise null.
 thread_local moe_edge_reserve_hook * reserving;
 
 float gate(int gating_op, float logit) {
@@ -45,7 +44,7 @@ float gate(int gating_op, float logit) {
     }
 }
 
-// Selects experts from predicted router logits [n_expert] as the target layer itself would: with its gating function,
+// Selects experts from predicted router logits [n_expert], as the target layer itself would: with its gating function,
 // selection bias and expert groups. Writes a row of n_expert_used experts and their scores, best first. If the layer
 // uses fewer experts, the rest of the row repeats the first expert with score 0.
 void predict(const hook_layer & target, const float * logits, int32_t * ids_out, float * scores_out) {
@@ -137,8 +136,8 @@ ggml_tensor * router_input(const hook_layer & layer, const ggml_tensor * logits)
     return own ? logits->src[1] : nullptr;
 }
 
-// Graph input: the tokens of a micro-batch whose attention queries are used for token importance. A graph may be reused
-// for a micro-batch with the same number of such tokens; set_input writes their indices anew.
+// Graph input: the indices of those tokens of a micro-batch whose attention queries are used for token importance. The
+// graph may be reused for a micro-batch with the same number of such tokens; set_input then writes their indices.
 class window_input : public llm_graph_input_i {
   public:
     window_input(const moe_edge_store & store, ggml_tensor * rows) : rows(rows), store(store) {}

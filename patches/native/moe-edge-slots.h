@@ -52,8 +52,8 @@ class moe_edge_pool {
     int32_t  type        = -1;     // on a device: type of all its slices
     uint64_t slice_bytes = 0;      // on a device: size of all its slices
 
-    // Creates the slots. places: the address of each slot. most_passing: the most slots that streaming requests may
-    // hold. When they hold this many, they can evict only each other.
+    // Creates the slots. places: the address of each slot. most_passing: the most slots that streaming requests (of
+    // long prompts) may hold. When they hold this many, they can evict only each other.
     void open(std::vector<char *> places, uint64_t bytes_of_each, int32_t most_passing);
     void limit(int32_t n);  // from now on, hands out only the first n slots
 
@@ -70,10 +70,10 @@ class moe_edge_pool {
     int32_t take(int32_t cell, const moe_edge_claim & claim);
     void    complete(int32_t i, bool prefetched);  // the slot was filled
     void    give(int32_t i);                       // frees the slot, whatever its state
-    // Moves a complete slot that is above the limit: its state goes to a free slot, whose index is returned. The caller
-    // must copy the bytes.
+    // Moves the contents of a complete slot above the limit to a free slot, and returns the index of that slot. The
+    // caller must copy the bytes.
     int32_t move(int32_t i);
-    // Records that a request which is not a streaming one used the slot at this time.
+    // Records a use of the slot at this time. Streaming requests, which do not count as a use, do not call this.
     void    use(int32_t i, uint64_t at);
     bool    used_as_foreseen(int32_t i);  // whether it was prefetched and this is its first use
 

@@ -100,7 +100,8 @@ void moe_edge_store::copy_loop() {
         const uint64_t now  = reads.now();
         const int32_t cell  = copies.first();
         const auto & load   = *cells[cell].load();
-        // A load whose slice was read from disk is not limited here again, because its read was limited already.
+        // Limit the rate of a transition (a background change of tier) only if the host tier already had its bytes.
+        // Otherwise the read from disk was limited.
         const bool by_rate  = load.in_transition() && load.stage() == moe_edge_stage::FOUND;
         if (by_rate && now < reads.held_until()) {
             copy_cv.wait_for(lock, std::chrono::microseconds(reads.held_until() - now));
@@ -115,8 +116,8 @@ void moe_edge_store::copy_loop() {
     }
 }
 
-// Does all queued reads and copies on the calling thread. Several prefetch copies may be in flight, because the
-// counters must not depend on the speed of the device.
+// Does all queued reads and copies on the calling thread. It does not wait for the device to end the copies, so that
+// the counters do not depend on the device's speed. Several prefetch copies may therefore be in flight.
 void moe_edge_store::work_in_turn(std::unique_lock<std::mutex> & lock) {
     for (;;) {
         if (!copies.empty()) {
@@ -158,7 +159,7 @@ void moe_edge_store::transfer(int32_t cell) {
     }
 }
 
-// Returns whether all bytes of a load are complete, so that no reader would have to wait for the copy's ticket.
+// Returns whether all bytes of a load are complete, on the device too, so that a reader need not wait.
 bool moe_edge_store::landed(int32_t cell) const {
     const auto & load = *cells[cell].load();
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));

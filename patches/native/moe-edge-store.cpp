@@ -160,8 +160,8 @@ void moe_edge_store::ask(int32_t cell) {
     }
 }
 
-// Handles a request for an entry that is being loaded, for example by a prefetch. Returns false if that load was
-// cancelled and the entry needs a new load.
+// Handles a request for an entry that is already being loaded, for example by a prefetch. Returns false if that load
+// was cancelled and the entry needs a new load.
 bool moe_edge_store::ask_for_load(int32_t cell) {
     auto & c    = cells[cell];
     auto & load = *c.load();
@@ -295,9 +295,9 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
     return true;
 }
 
-// Returns the experts that the router has selected for the next op. These are the experts of the layer's last route
-// event, if the step has requested them and no op has computed them yet. Otherwise the event belongs to an earlier op,
-// and -1 is returned.
+// Writes to `out` the experts that the router has selected for the next op, and returns their number. These are the
+// experts of the layer's last route event, if the step has requested them and no op has computed them yet. Otherwise
+// the event belongs to an earlier op, and -1 is returned.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     call_lock lock(*this);
     const auto & experts = routed_of[m.layer];
@@ -442,7 +442,7 @@ void moe_edge_store::release(moe_edge_matrix & m, const moe_edge_ready * ready, 
     wake();
 }
 
-// ---- simulation in virtual time: the caller takes the role of the graph and provides compute times
+// ---- simulation in virtual time
 
 void moe_edge_store::simulate_speed(uint64_t bandwidth, uint64_t latency_us) {
     std::lock_guard<std::mutex> lock(mutex);

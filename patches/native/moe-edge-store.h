@@ -76,7 +76,8 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     bool    end_step(uint64_t us);
     void    end_sequence(int32_t sequence);
     void    describe_tokens();      // fills phases and sequences of `event`
-    // Calls the route callback with `event` and applies its decision. Returns false if the step failed or was aborted.
+    // Calls the route callback with `event`, the experts that a router selected, and applies its decision. Returns
+    // false if the step failed or was aborted.
     bool    route();
     bool    simulate_route(int32_t layer, int32_t n_tokens, int32_t n_ahead, bool has_importance);
     uint64_t simulate_compute(uint64_t ns);
@@ -96,7 +97,7 @@ struct moe_edge_store final : private moe_edge_reads::owner {
 
     bool    has_matrix(int32_t layer, int32_t kind, const int32_t * experts, int32_t n);
 
-    // Called by the executors. moe_edge_ops documents these functions.
+    // The next functions are called by the executors, and documented in moe_edge_ops.
     void    begin(moe_edge_matrix & m, const int32_t * experts, int32_t n);
     int32_t routed_to(const moe_edge_matrix & m, int32_t * out);
     int32_t next(moe_edge_matrix & m, moe_edge_ready * out);

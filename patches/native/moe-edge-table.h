@@ -32,8 +32,8 @@ struct moe_edge_ready {
     int32_t         place = MOE_EDGE_MISS_COPY;
 };
 
-// The most tokens of a step for which an expert may be used in place, without copying it to a slot. With so few tokens,
-// copying the expert costs more time than computing with it.
+// The most tokens of a step for which the host may compute an expert in host memory, instead of copying it to the
+// device. With so few tokens, copying the expert costs more time than computing with it.
 constexpr int32_t MOE_EDGE_IN_PLACE_TOKENS = 8;
 
 // A product that the host threads should compute: one expert times some rows of activations.

@@ -10,8 +10,8 @@ bool moe_edge_store::transits(const moe_edge_prefetch_item & t) {
         [&](const moe_edge_prefetch_item & other) { return other.layer == t.layer && other.expert == t.expert; });
 }
 
-// Returns whether any matrix of this entry's expert is in transition. As long as one is, no matrix of the expert is
-// evicted, including those that already have the new tier.
+// Returns whether this entry's expert is in transition, which is a background change of its tier. As long as any matrix
+// of the expert is, none of its matrices is evicted, including those that already have the new tier.
 bool moe_edge_store::in_transition(int32_t cell) const {
     for (int32_t k = 0; k < MOE_EDGE_N_KINDS; k++) {
         if (cells[cell_index(layer_of(cell), k, expert_of(cell))].in_transition()) {
@@ -21,7 +21,8 @@ bool moe_edge_store::in_transition(int32_t cell) const {
     return false;
 }
 
-// Starts a transition if there is a free slot for every matrix that changes its tier. Returns whether it was started.
+// Starts a transition (a background change of an expert's tier) if there is a free slot for every matrix that changes
+// its tier. Returns whether it was started.
 bool moe_edge_store::admit(const moe_edge_prefetch_item & t) {
     if (exact_tiers || transits(t)) {
         return false;
@@ -70,8 +71,9 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
     return admitted;
 }
 
-// Ends a transition if all its loads are complete, and returns whether they were. Called at a step boundary, when no op
-// reads an expert. All matrices of the expert are published together, or none if a read failed.
+// Ends a transition (a background change of an expert's tier) if all its loads are complete, and returns whether they
+// were. Called at the start of a step, when no op reads an expert. Either all matrices of the expert get the new tier,
+// or none if a read failed.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
     bool broken = false;
@@ -96,15 +98,16 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
-// Publishes all complete transitions. Called at a step boundary, when no op reads an expert.
+// Ends all transitions (background changes of tier) that are complete. Called at the start of a step, when no op reads
+// an expert.
 void moe_edge_store::conclude_transitions() {
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
 }
 
-// Ends one transition that holds a slot of this pool, because a token needs the slot. The expert keeps its old tier,
-// which may then be evicted. If a part is being read, the slot becomes free when the read ends. Returns false if no
-// transition holds a slot of the pool.
+// Cancels one transition (a background change of tier) that holds a slot of this pool, because a token needs the slot.
+// The expert keeps its old tier, which may then be evicted. If a part is being read, the slot becomes free when the
+// read ends. Returns false if no transition holds a slot of the pool.
 bool moe_edge_store::revoke(const moe_edge_pool & pool) {
     int32_t of = -1;
     for (int32_t i = 0; i < pool.usable() && of < 0; i++) {

@@ -17,7 +17,7 @@
 
 struct moe_edge_slices;
 
-// A part of a slice that an I/O thread should read into its slot.
+// A part of an expert matrix that an I/O thread should read into a slot.
 struct moe_edge_read {
     int32_t  cell;
     int32_t  tier;

@@ -177,8 +177,9 @@ struct moe_edge_config {
 
 struct moe_edge_store;
 
-// A route event: the experts that the router of one layer selected for the tokens of a step. The store owns all arrays.
-// Their addresses never change during the lifetime of the store, and their contents are valid only during the callback.
+// A route event: the experts that the router of one layer has selected for the tokens of a step. The store owns all
+// arrays. Their addresses never change during the lifetime of the store, and their contents are valid only during the
+// route callback.
 struct moe_edge_event {
     int32_t layer;
     int32_t phase;             // enum moe_edge_phase of the step: prefill if any token belongs to a prompt
@@ -209,8 +210,8 @@ struct moe_edge_prefetch_item {
     int16_t passing;           // 1: a streaming request, see moe_edge_decision
 };
 
-// The decision of the route callback about the experts of an event, in arrays of the store. Before each call, the store
-// sets tier[] to 0 (the best tier) and passing[] to 0. It reads only the entries of routed experts.
+// The decision of the route callback about the experts of a route event, in arrays of the store. Before each call, the
+// store sets tier[] to 0 (the best tier) and passing[] to 0. It reads only the entries of selected experts.
 //
 // passing[] marks streaming requests, which do not count as a use: a resident expert keeps its place in the LRU order.
 // An expert that a streaming request loads is the first to be evicted. It evicts other experts only while fewer than
@@ -389,9 +390,9 @@ MOE_EDGE_API void moe_edge_store_free(struct moe_edge_store * store);
 // empty slots.
 MOE_EDGE_API int64_t moe_edge_store_limit(struct moe_edge_store * store, uint64_t bytes, char * err, size_t err_size);
 
-// Returns the number of matrices that are being loaded, including transitions. May be called from any thread. Useful
-// for waiting until a limit is in effect: call this function before each moe_edge_store_limit. If it returned 0 and the
-// limit still reports bytes, those bytes will not be released without another step.
+// Returns the number of expert matrices that are being loaded, also for transitions. May be called from any thread.
+// Useful for waiting until a limit is in effect: call this function before each moe_edge_store_limit. If it returned 0
+// and the limit still reports bytes, those bytes will not be released without another step.
 MOE_EDGE_API int32_t moe_edge_store_loading(struct moe_edge_store * store);
 
 // Returns how many tokens of the running batch of a model have been computed. If no batch is running, returns this

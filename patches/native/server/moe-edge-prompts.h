@@ -41,8 +41,8 @@ public:
 
     void set_notes(const moe_edge_server_notes & notes) { this->notes = notes; }
 
-    // Saves the external state of the slot's sequence (moe_edge_server_notes), and remembers it for the slot's first
-    // n_tokens tokens.
+    // Saves the external state of the slot's sequence (such as a policy's state) as a note, and records that it belongs
+    // to the slot's first n_tokens tokens.
     void note(int32_t slot, size_t n_tokens);
 
     // Limits the copies of earlier prompts to n_bytes. Returns their size in bytes.
@@ -70,7 +70,8 @@ public:
 private:
     using copy_iterator = std::list<server_prompt_cache_state>::iterator;
 
-    // A note that was saved when the sequence consisted of the first n_tokens tokens of a prompt.
+    // A note (the saved external state of a sequence), made when the sequence consisted of the first n_tokens tokens of
+    // a prompt.
     struct noted {
         size_t                         n_tokens;
         std::shared_ptr<const int64_t> number;

@@ -105,10 +105,10 @@ template <typename Batch, typename Mark> void moe_edge_mark_answers(const Batch 
     }
 }
 
-// Replaces upstream's call of llama_process. Before an answer's first step, saves a note and makes a checkpoint at the
-// end of the prompt, in addition to upstream's checkpoints within the prompt. It helps with templates that render
-// earlier answers without their reasoning: the next prompt then differs from the sequence from the start of the answer
-// on. The checkpoint is made only if there is space for it in addition to the checkpoints of a turn.
+// Replaces upstream's call of llama_process. Before an answer's first step, it saves the sequence's external state as a
+// note, and makes a checkpoint at the end of the prompt. Upstream makes checkpoints only within the prompt. The
+// additional checkpoint helps with templates that render earlier answers without their reasoning: the next prompt then
+// differs from the sequence from the start of the answer on. It is made only if there is space for it.
 //
 // The macro is used in a method of the class that owns `slots` and `batch`. `off` is the first token of the step.
 #undef llama_process

@@ -68,8 +68,8 @@ void count_call(const std::string & name, const std::vector<jinja::value> & give
         all += size;
         (i == 0 ? first : largest) = std::max(i == 0 ? int64_t(0) : largest, size);
     }
-    // Estimate the size of the created text: the argument is inserted for at most one in eight bytes of the first
-    // argument.
+    // Estimate the size of the created text: an argument of size `largest` is inserted for at most one in eight bytes
+    // of the first argument.
     const int64_t made = repeats ? first * std::min<int64_t>(largest, INT32_MAX) / 8 : 0;
     moe_edge_template_step(1 + all / 64, made);
 }

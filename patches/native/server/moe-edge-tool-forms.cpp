@@ -19,7 +19,8 @@ namespace {
 // The first line of the prefix for our own form of tool calls, by which moe_edge_is_own_form recognizes it.
 const char * const OWN_MARK = "{#- moe-edge: tools in our own form -#}";
 
-// Our own form of a tool call: as it is described to the model, and as a call of the probe function.
+// Our own form of a tool call, for templates without one: as it is described to the model, and as a call of the probe
+// function.
 const char * const OWN_CALL  = "<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call>";
 const char * const OWN_PROBE =
     "<tool_call>\n{\"name\": \"FUNCTION_NAME\", \"arguments\": {\"ARGUMENT_NAME\": \"ARGUMENT_VALUE\"}}\n</tool_call>";

@@ -12,7 +12,8 @@ struct llama_model;
 // are rendered as before.
 std::string moe_edge_template_with_tools(const llama_model * model, const std::string & given);
 
-// Returns whether this template source was given the prefix for our own form of tool calls.
+// Returns whether a template's source begins with our prefix that describes tools in our own form, because the template
+// has none.
 bool moe_edge_is_own_form(const std::string & source);
 
 // Returns whether a template must receive an assistant's text and tool call as two messages. This is the case if it
