@@ -316,8 +316,8 @@ class mul_mat_id {
     }
 
     void compute_wave() const {
-        // The experts that upstream's tiled path does not compute. That path divides an expert among the threads
-        // itself, so all threads must take the same path for an expert.
+        // The experts that our own kernels compute. Upstream's tiled path computes the others: it divides an expert
+        // among all threads, so all threads must choose the same path for an expert.
         thread_local std::vector<portions> rest;
         rest.clear();
         int64_t n_units = 0;
@@ -370,9 +370,9 @@ class mul_mat_id {
         }
     }
 
-    // Takes units [first, last) of the remaining work for this thread: a fraction of them, and single units at the end.
-    // A thread then reads memory in long streams, and no thread waits long for another at the end. Returns an empty
-    // range if no unit is left.
+    // Takes the next units of work for this thread, as a range [first, last), which is empty if no unit is left. The
+    // first ranges are long, so that memory is read in long streams. The last ranges are single units, so that no
+    // thread waits long for another.
     std::pair<int64_t, int64_t> take_units(int64_t n_units) const {
         int64_t unit = shared->next_unit.load(std::memory_order_relaxed), end;
         do {

@@ -584,8 +584,8 @@ void moe_edge_cuda_device::step_boundary(moe_edge_matrix * const * matrices, int
             t->usable = false;
         }
     }
-    // Ops of the last step may still read slots through these tables, and did not call release() for that. So wait for
-    // the device.
+    // Wait for the device before the tables change: ops of the last step may still use them, and did not call
+    // release().
     if (changed && in_use && make_current()) {
         check(cudaDeviceSynchronize(), "its work failed");
     }

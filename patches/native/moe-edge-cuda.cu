@@ -68,11 +68,10 @@ struct gate_units {
 
 static_assert(sizeof(moe_edge_launch_list) + sizeof(gate_units) < 4000, "the arguments of a kernel have 4 KiB");
 
-// Translates the selected experts of every row to positions in this launch. Rows of experts that are not in the list
-// get -1, because another launch computes them. Arguments:
-//   units     receives the positions of the list's experts, [list.n], for kernels that read them from memory
-//   counts    null, or receives the number of rows routed to each expert, [n_expert]
-//   gate_out  null, or receives the positions of the gate matrices, which a fused kernel computes, too
+// Translates the selected expert of every row to the expert's position in this launch. Rows of experts that are not in
+// the list get -1, because another launch computes them. `units` receives the positions of the list's experts,
+// [list.n]. If `counts` is not null, the rows of each expert are added to it, [n_expert]. If `gate_out` is not null, it
+// receives the positions of the gate matrices, for a kernel that also computes the gates.
 __global__ void remap_list(const moe_edge_launch_list list, const gate_units gate, const routed_ids routed, int32_t * out,
                            int32_t * gate_out, int32_t * units, const result_rows dst, uint32_t * counts) {
     __shared__ int found;

@@ -322,9 +322,8 @@ void moe_edge_store::lay_out_one_by_one(const moe_edge_config & config, char * a
     }
 }
 
-// Lays out the slots of all groups in one piece of memory, interleaved. The first slot of each group comes first, and
-// then the others at even distances. If the memory is cut off at any address above these first slots, each group keeps
-// the same share of its slots.
+// Spreads the slots of each group evenly over one piece of memory, after the first slot of each group. If the memory is
+// cut off at any later address, each group therefore keeps the same share of its slots.
 void moe_edge_store::lay_out_in_turn(const moe_edge_config & config) {
     char * at = static_cast<char *>(memory);
     std::vector<std::pair<double, int32_t>> order;  // of each slot: its position in its group (0 to 1), and the group

@@ -165,9 +165,9 @@ bool moe_edge_store::landed(int32_t cell) const {
     return load.arrived() && (!load.copied() || device->passed(pools[slice_of(cell, load.tier()).group][load.slot()].after));
 }
 
-// Returns the cache entry whose read can continue because it has a slot of the host tier. This is the entry with the
-// most urgent read. If no slot is free for it, an entry is returned that has such a slot and unread parts. Otherwise
-// the function waits until a slot may be free and returns -1; the order of the reads may have changed then.
+// Finds a read that can go on because it has a slot of the host tier, and returns its cache entry. The most urgent read
+// gets a slot if one can be reserved. If not, a read that already has a slot is continued. If no read has a slot, the
+// function waits until a slot may be free and returns -1; the caller then tries again.
 int32_t moe_edge_store::reserve_host(std::unique_lock<std::mutex> & lock) {
     const int32_t cell = reads.queue.first();
     auto & load = *cells[cell].load();

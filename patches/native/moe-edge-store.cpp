@@ -295,9 +295,9 @@ bool moe_edge_store::serve_unwatched(const moe_edge_matrix & m, const int32_t * 
     return true;
 }
 
-// Writes to `out` the experts that the router has selected for the next op, and returns their number. These are the
-// experts of the layer's last route event, if the step has requested them and no op has computed them yet. Otherwise
-// the event belongs to an earlier op, and -1 is returned.
+// Writes to `out` the experts that the router has selected for the next op of this matrix, and returns their number.
+// Returns -1 if they are not known: the graph has no route hook, or an op has already computed the experts of the
+// layer's last route event.
 int32_t moe_edge_store::routed_to(const moe_edge_matrix & m, int32_t * out) {
     call_lock lock(*this);
     const auto & experts = routed_of[m.layer];

@@ -347,9 +347,9 @@ struct moe_edge_store final : private moe_edge_reads::owner {
     std::vector<int32_t>        size_classes;          // of the host tier: [layer, kind, tier]
     double                      copy_s_per_byte = 0.0;  // of misses, infinite if this way is not possible
     double                      round_trip_s = 0.0;
-    // How long the host threads were expected to need for missing experts, and how long they did, in seconds. Both are
-    // decayed sums that start from the same value. Computing on the host is therefore tried again some time after it
-    // was too slow.
+    // The time that the host threads were expected to take for missing experts, and the time that they took, in
+    // seconds. The ratio of the two sums corrects later estimates. Both sums decay towards the same value, so that
+    // computing on the host is tried again some time after it was too slow.
     static constexpr double     HOSTED_PRIOR_S = 1e-3, HOSTED_KEPT = 0.98;
     double                      hosted_expected_s = HOSTED_PRIOR_S;
     double                      hosted_took_s     = HOSTED_PRIOR_S;

@@ -65,10 +65,10 @@ struct moe_edge_ops {
     // Returns whether the table is complete and does not change before the next step boundary. An op may then read the
     // table without calling the functions above. The result is constant between two step boundaries.
     bool (*fixed)(moe_edge_matrix * m);
-    // Replaces begin and next for executors that read on the host. If no table changes during the step and no policy
-    // decides, it writes all of these experts to `out`, counts them, and returns true. They must not be released.
-    // Expert e has the rows first[e] to first[e + 1] of the op. Otherwise it returns false without any effect, and the
-    // op must call begin.
+    // Replaces begin and next for executors that read on the host. Returns false without any effect if a table may
+    // change during the step or if a policy decides; the op must then call begin. Otherwise writes all of these experts
+    // to `out`, counts them and returns true; they must not be released. first: expert e has the rows first[e] to
+    // first[e + 1] of the op.
     bool (*unwatched)(moe_edge_matrix * m, const int32_t * experts, const int32_t * first, int32_t n, moe_edge_ready * out);
     // Writes to out [n_expert] the distinct experts that the router has selected for the next op, and returns their
     // number. Returns -1 if the graph has no route hook, or if it was bypassed. Saves executors from waiting until the

@@ -34,11 +34,10 @@ template <typename... Rest> [[noreturn]] static void refuse(const char * format,
     throw std::invalid_argument(::format(format, rest...));
 }
 
-// Makes errors in upstream's grammar code throw std::invalid_argument. Most of them reach LLAMA_LOG_ERROR, which throws
-// here. Where upstream reads a grammar, it catches each error, prints it with fprintf and continues. In these catch
-// blocks, the macro turns fprintf into `throw`, which passes the caught error on to our code. Outside of a catch block
-// such a `throw` would abort the process; upstream has it only in functions that print a grammar, which are not called.
-// The other macros count steps.
+// Turns errors of upstream's grammar code into exceptions. Upstream logs some errors with LLAMA_LOG_ERROR, which throws
+// std::invalid_argument here. It catches others, prints them with fprintf and continues; here fprintf becomes `throw`,
+// which throws the caught error again. Outside of a catch block such a `throw` would abort the process. Only functions
+// that print a grammar have an fprintf there, and they are not called. The other macros count steps.
 #undef LLAMA_LOG_ERROR
 #undef LLAMA_LOG_DEBUG
 #define LLAMA_LOG_ERROR(...) refuse(__VA_ARGS__)

@@ -206,10 +206,11 @@ MOE_EDGE_SERVER_API void moe_edge_request_free(moe_edge_request * request);
 // Returns the path of the route with this number, starting with 0, or NULL after the last route.
 MOE_EDGE_SERVER_API const char * moe_edge_server_route(int number);
 
-// Tests a chat template without a model. Returns a JSON list, valid until the thread's next call. question: a JSON
-// object with `template`, `bos_token`, `eos_token` and `cases`. Each case has a `request` for /v1/chat/completions, and
-// `answers`: a list of texts that a model might answer. The result of a case is an object with `prompt`, `grammar` and
-// `answers`, the messages that a client would receive. After an error it is an object with `error`.
+// Tests a chat template without a model, and returns a JSON list with one result for each case. The list is valid until
+// the thread's next call. question: a JSON object with `template`, `bos_token`, `eos_token` and `cases`. A case is an
+// object with a `request` for /v1/chat/completions, and with `answers`, the texts that a model might answer. A result
+// is an object with `prompt`, `grammar` and `answers`, the messages that a client would receive. After an error, the
+// result is an object with `error`.
 MOE_EDGE_SERVER_API const char * moe_edge_server_try_template(const char * question);
 
 #ifdef __cplusplus

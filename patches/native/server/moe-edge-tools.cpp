@@ -16,8 +16,8 @@
 
 namespace {
 
-// Changes the grammar so that an answer contains only white space outside of its tool calls. The grammar has a rule for
-// text up to a delimiter, whose name contains the number of its parser.
+// Changes the grammar so that an answer contains only white space outside of its tool calls. The rule for other text is
+// found by its name, which contains the number of its parser.
 void leave_text_out(std::string & grammar, const common_json & parser) {
     const common_json & all = parser.at("parsers");
     for (const auto & each : all) {
