@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-// Returns the total time in microseconds for which all compute threads have been runnable without a core, or -1 if the
-// kernel does not report it. May be called from any thread.
+// Returns the total time in microseconds for which all compute threads have been runnable without a core, because other
+// threads used the cores. Returns -1 if the kernel does not report it. May be called from any thread.
 int64_t moe_edge_compute_delay_us();
 
 // Returns the buffer type of expert tensors whose weights are in a store; never null. Its tensors are placeholders:

@@ -1,4 +1,4 @@
-// Computes CRC-32 checksums (IEEE 802.3, as in zlib). A packed file has one for each slice.
+// Computes CRC-32 checksums (IEEE 802.3, as in zlib). A packed file has a checksum for each expert matrix.
 
 #include "moe-edge-crc32.h"
 

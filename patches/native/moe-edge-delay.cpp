@@ -1,4 +1,5 @@
-// Measures for how long the compute threads of this process have been runnable without a core.
+// Measures for how long the compute threads of this process have been runnable without a core, because other threads
+// used the cores.
 
 #include "moe-edge-cpu.h"
 

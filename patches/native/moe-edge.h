@@ -498,8 +498,8 @@ MOE_EDGE_API void moe_edge_set_prompts(void * context, const int32_t * sequences
 // report lists a sequence as ended if an earlier reported step had tokens of it.
 MOE_EDGE_API void moe_edge_sequence_end(struct moe_edge_store * store, int32_t sequence);
 
-// Begins a step of a store without a model. If the store has a model, its context begins a step before each
-// micro-batch.
+// Begins a step of a store without a model; phase is an enum moe_edge_phase. If the store has a model, its context
+// begins a step before each micro-batch.
 MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t phase);
 
 // Returns one sentence that says why the last step failed, or NULL if it did not fail. The string is valid until the

@@ -164,8 +164,8 @@ moe_edge_prompts::choice moe_edge_prompts::choose(const moe_edge_slot & slot, co
         made.copy = copies->states.end();
         for (auto it = copies->states.begin(); it != copies->states.end(); ++it) {
             const size_t n = it->prompt.tokens.size();
-            // The first position in a copy's memory is not recorded. If its memory has only a part of the positions,
-            // assume that it has only the last one.
+            // Copies do not record the first position that their memory has. If the memory may have only the last
+            // positions of a sequence, assume that it has only one.
             comparison each = compare(prompt, it->prompt, slot.n_ctx, has_part ? llama_pos(n) - 1 : 0);
             if (n <= size_t(slot.n_ctx) && each.spared > made.best.spared) {
                 made.best = std::move(each);

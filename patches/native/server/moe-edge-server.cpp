@@ -67,7 +67,7 @@ const int32_t FAILED = -2;
 // A position before all tokens that a sliding window may need. Upstream would abort the process at position -1.
 const llama_pos BEFORE_ALL = -2;
 
-// This is added to the stop type of an answer if the answer ended because the context was full.
+// A number that is added to the stop type of an answer if the answer ended because the context was full.
 const int ENDS_AT_CONTEXT = 256;
 
 // The results of moe_edge_request_run for a request that ended early: no memory, or too much output that was not taken.

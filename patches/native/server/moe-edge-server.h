@@ -197,7 +197,7 @@ MOE_EDGE_SERVER_API const char * moe_edge_request_note(const moe_edge_request * 
 // moe_edge_request_run.
 MOE_EDGE_SERVER_API size_t moe_edge_request_token_times(moe_edge_request * request, const int64_t ** times);
 
-// Ends a request and its computation soon. May be called from any thread.
+// Cancels a request: its answer and its computation end soon. May be called from any thread.
 MOE_EDGE_SERVER_API void moe_edge_request_cancel(moe_edge_request * request);
 
 // Frees a request, and ends its work if it has not ended. Must not be called while moe_edge_request_run is running.
