@@ -18,8 +18,8 @@ moe_edge_registry moe_edge_attached;
 
 namespace {
 
-// load_error: why the latest load of a model or creation of a context failed in this thread. returned_load_error: the
-// string that the caller received last.
+// The reason for which the latest load of a model or creation of a context failed in this thread, and the reason that
+// moe_edge_load_error() has returned last.
 thread_local std::string load_error, returned_load_error;
 
 // The expert tensors of models that were loaded without memory point to this empty matrix. It cannot compute anything.

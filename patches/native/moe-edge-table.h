@@ -87,12 +87,13 @@ struct moe_edge_matrix {
     int32_t                     layer = 0;
     int32_t                     kind  = 0;
     std::vector<int32_t>        types;   // enum ggml_type of each tier
-    // [n_tiers] The kernels for slots in the CPU's own layout (interleaved rows); null if slots hold the file's bytes.
+    // The kernels of each tier for slots in the CPU's own layout (interleaved rows), [n_tiers]; null if slots hold the
+    // file's bytes.
     std::vector<const moe_edge_kernels *> kernels;
     std::vector<moe_edge_entry> table;   // [n_expert]
     uint64_t                    version = 0;        // increases with every change of the table
     moe_edge_device *           device  = nullptr;  // the device whose memory the table points to; null for host memory
-    // [n_tiers] The start of the device memory that holds the slots of each tier; null for slots in host memory. An
+    // The start of the device memory that holds the slots of each tier, [n_tiers]; null for slots in host memory. An
     // expert's distance from this address is a multiple of the type's block size.
     std::vector<const char *>   base;
     std::shared_ptr<void>       executor;  // state that an executor keeps for this matrix; destroyed with the store

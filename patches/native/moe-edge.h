@@ -107,11 +107,11 @@ struct moe_edge_slices {
     // 0 if slots hold the bytes of the file. If slots hold the CPU's own layout (moe_edge_interleaves), the number of
     // rows of the matrix.
     int32_t  interleaved_rows;
-    // [n_expert] The CRC-32 of each expert, or NULL. If the first complete read of an expert has another checksum, the
+    // The CRC-32 of each expert, [n_expert], or NULL. If the first complete read of an expert has another checksum, the
     // read fails.
     const uint32_t * checksums;
-    // For MOE_EDGE_MISS_AUTO: the time in which the host threads multiply one expert with a token, as measured by
-    // moe_edge_measure_product(). 0: the host must not compute these experts.
+    // The microseconds in which the host threads multiply one expert with a token, as measured by
+    // moe_edge_measure_product(). Used for MOE_EDGE_MISS_AUTO. 0: the host must not compute these experts.
     double   compute_us;
 };
 
@@ -150,10 +150,10 @@ struct moe_edge_config {
     // The budget of the host tier of a store on a device: slices on their way to the device, and slices kept for the
     // next miss. At least moe_edge_host_least_bytes().
     uint64_t host_bytes;
-    // For MOE_EDGE_MISS_AUTO: how many bytes of weights per second can be copied to the device. 0 if unknown.
+    // The bytes of weights per second that can be copied to the device, or 0 if unknown. Used for MOE_EDGE_MISS_AUTO.
     double   copy_bytes_per_s;
-    // For MOE_EDGE_MISS_AUTO: the microseconds that each synchronization of host and device takes, including the time
-    // to wake the host threads.
+    // The microseconds that each synchronization of host and device takes, including the time to wake the host threads.
+    // Used for MOE_EDGE_MISS_AUTO.
     double   round_trip_us;
     int32_t  misses;          // enum moe_edge_miss for layers with few tokens, on a device; other layers use COPY
     int32_t  n_host_threads;  // host threads that compute misses
@@ -195,7 +195,7 @@ struct moe_edge_event {
     const int32_t * sequences; // [T]     sequence of each token; the first one if a token has several
     const int32_t * ahead_ids; // [n_ahead, max_tokens, k] predicted experts, best first; padded like ids
     const float   * ahead;     // [n_ahead, max_tokens, k] predicted scores of ahead_ids, eq. 6 of DyMoE
-    // [T] The attention that each prompt token receives from its own sequence, eq. 1 of DyMoE. Undefined for tokens
+    // The attention that each prompt token receives from its own sequence, [T], eq. 1 of DyMoE. Undefined for tokens
     // that do not belong to a prompt.
     const float   * importance;
     const uint8_t * resident;  // [n_layers, n_expert] as returned by moe_edge_get_resident
@@ -245,7 +245,7 @@ struct moe_edge_step {
     int32_t  reserved;
     const int32_t * starts;         // [n_starts] sequences with a token at position 0
     const int32_t * prompt_ends;    // [n_prompt_ends] sequences with a prompt token that has an output
-    // [n_ends] The sequences passed to moe_edge_sequence_end since the last report. They ended before the sequences in
+    // The sequences passed to moe_edge_sequence_end since the last report, [n_ends]. They ended before the sequences in
     // `starts` began.
     const int32_t * ends;
 };
@@ -506,8 +506,8 @@ MOE_EDGE_API void moe_edge_begin_step(struct moe_edge_store * store, int32_t pha
 // next step begins. The output of a failed or cancelled step is undefined.
 MOE_EDGE_API const char * moe_edge_error(struct moe_edge_store * store);
 
-// With `on` 1, ends the running step early, and every later step until this function is called with 0. May be called
-// from any thread and from a signal handler.
+// Makes the running step end early if `on` is 1, and every later step until this function is called with 0. May be
+// called from any thread and from a signal handler.
 MOE_EDGE_API void moe_edge_cancel(struct moe_edge_store * store, int32_t on);
 
 // Writes the statistics since the store was created, or since the last moe_edge_reset_stats, to `out`.

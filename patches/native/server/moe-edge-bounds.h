@@ -23,9 +23,10 @@ struct moe_edge_refused {
 // same kind exist, the inner object counts alone, with its own limits.
 class moe_edge_bounded {
   public:
-    // is_given_up: called from time to time; if it returns true, the work fails. most_ns: limit on the CPU time of this
-    // thread, or 0 for no limit; time in which other processes run does not count. input_bytes: size of the
-    // conversation that a template renders; the limits of a template grow with it.
+    // Starts to count work of this kind on this thread. is_given_up: called from time to time; if it returns true, the
+    // work fails. most_ns: limit on the CPU time of this thread, or 0 for no limit; time in which other processes run
+    // does not count. input_bytes: size of the conversation that a template renders; the limits of a template grow with
+    // it.
     moe_edge_bounded(moe_edge_work work, std::function<bool()> is_given_up, int64_t most_ns, size_t input_bytes = 0);
     ~moe_edge_bounded();
     moe_edge_bounded(const moe_edge_bounded &) = delete;

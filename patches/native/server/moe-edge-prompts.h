@@ -31,7 +31,8 @@ struct moe_edge_match {
 
 class moe_edge_prompts {
 public:
-    // most_checkpoints: the number of checkpoints that upstream keeps for each slot.
+    // Creates the records of a server's prompts, for a context with n_slots slots. most_checkpoints: the number of
+    // checkpoints that upstream keeps for each slot.
     moe_edge_prompts(llama_context * context, int32_t n_slots, int32_t most_checkpoints);
 
     const bool has_part;  // the memory cannot be cut at any position

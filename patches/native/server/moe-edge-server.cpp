@@ -158,8 +158,8 @@ struct moe_edge_server {
     // The work that do_with_slot has posted for the decode thread, by name. The work runs with this mutex locked.
     std::mutex works_mutex;
     std::map<std::string, std::function<void(const moe_edge_slot &)>> works;
-    // tasks: the request of each task, by the task's number. decoding: for each sequence, the request that decodes on
-    // it, or null.
+    // This mutex guards two maps: the request of each task, by the task's number; and for each sequence, the request
+    // that decodes on it, or null.
     std::mutex tasks_mutex;
     std::map<int32_t, moe_edge_request *> tasks;
     std::vector<moe_edge_request *> decoding;
