@@ -132,8 +132,8 @@ void moe_edge_store::count_in_place(const moe_edge_slices & s) {
 }
 
 // Starts to copy an expert that the host has computed to slots on the device, as a prefetch for later steps. Does so
-// only if no other copy waits, so that these copies delay nothing. Does nothing with exact tiers, where a better tier
-// must not become resident.
+// only if no other copy waits, so that these copies delay nothing. Does nothing with exact tiers, because a tier that
+// is being loaded could be computed for a request of a worse tier.
 void moe_edge_store::keep_used(int32_t layer, int32_t expert) {
     if (misses == MOE_EDGE_MISS_COPY || !copies.empty() || exact_tiers) {
         return;

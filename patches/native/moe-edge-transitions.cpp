@@ -72,8 +72,8 @@ int32_t moe_edge_store::transition(const moe_edge_prefetch_item * list, int32_t 
 }
 
 // Ends a transition (a background change of an expert's tier) if all its loads are complete, and returns whether they
-// were. Called at the start of a step, when no op reads an expert. Either all matrices of the expert get the new tier,
-// or none if a read failed.
+// were. Called between two steps, when no op reads an expert. Either all matrices of the expert get the new tier, or
+// none if a read failed.
 bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     std::vector<int32_t> moving;  // without the matrices that a token has requested meanwhile
     bool broken = false;
@@ -98,8 +98,8 @@ bool moe_edge_store::conclude(const moe_edge_prefetch_item & t) {
     return true;
 }
 
-// Ends all transitions (background changes of tier) that are complete. Called at the start of a step, when no op reads
-// an expert.
+// Ends all transitions (background changes of tier) that are complete. Called between two steps, when no op reads an
+// expert.
 void moe_edge_store::conclude_transitions() {
     transitions.erase(std::remove_if(transitions.begin(), transitions.end(),
         [this](const moe_edge_prefetch_item & t) { return conclude(t); }), transitions.end());
