@@ -1,14 +1,14 @@
-// Upstream's queue with four changes. First, upstream checks once per second whether a waiting client has disconnected;
-// here this happens twenty times as often, so that the work for such a client ends with the micro-batch. Second,
-// upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
+// Compiles upstream's queue with four changes. First, upstream checks once per second whether a waiting client has
+// disconnected. Here this happens twenty times as often, so that the work for such a client ends with the micro-batch.
+// Second, upstream wakes another thread at the start and the end of every step and waits for it, so that metrics can be
 // requested meanwhile. Here that is done only for steps with prompts, which are long; between two tokens it would cost
 // too much. Third, our code is called before the tasks of a request are queued. Fourth, queued tasks can be processed
 // after the loop has ended.
 
 #include "moe-edge-server-queue.h"
 
-// Declares two more methods in server_queue. Upstream's server calls the first one, because CMakeLists.txt defines
-// yield_to_queue as its name there.
+// Declares two more methods in the class server_queue. Upstream's server calls moe_edge_yield_to_queue instead of
+// yield_to_queue, because CMakeLists.txt renames the call.
 #define yield_to_queue(work) yield_to_queue(work); void moe_edge_yield_to_queue(work); void moe_edge_finish()
 #include "server-queue.h"
 #undef yield_to_queue
