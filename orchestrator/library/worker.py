@@ -34,6 +34,7 @@ class Posted(Generic[T]):
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        """Make the call, and keep its result or its error. The worker's thread does this."""
         try:
             with interrupts.cancellable(lambda: self._is_cancelled):
                 self.result = self._function()
