@@ -91,7 +91,7 @@ _state = _State()
 def called_from_c(function: F) -> F:
     """Decorate a function that C code calls, so that no interrupt is raised while it runs.
 
-    The function should check `asked` and return failure if it is true.
+    The function should call `asked` and report failure to the C code if `asked` returns True.
     """
     assert isinstance(function, FunctionType)
     _called_from_c.add(function.__code__)
@@ -128,12 +128,15 @@ def check() -> None:
 
 
 def hand_over(error: BaseException) -> None:
-    """Store an error of a function called from C. The thread's outermost `held` block raises it."""
+    """Keep an exception of a function called from C, which cannot propagate through C code.
+
+    The exception is raised on this thread at the end of the outermost `held` block.
+    """
     _thread.raised = error
 
 
 def forget() -> None:
-    """Clear the interrupt after KeyboardInterrupt was caught and the program continues.
+    """Mark the interrupt as handled. Call this after catching KeyboardInterrupt.
 
     The next Ctrl-C then counts as a first one and does not kill the process.
     """
@@ -220,7 +223,11 @@ class _Watch:
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def end(self) -> None:
-        """Stop calling the function. When `end` returns, no call of it is running."""
+        """Stop reacting to signals.
+
+        After this returns, the function that was given to `begin` is neither running nor called
+        again.
+        """
         signal.set_wakeup_fd(self._before)
         with self._lock:
             self._stop = None
@@ -264,9 +271,9 @@ _watch = _Watch()
 def leaving(last_work: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process during the block even if a C call does not return.
 
-    last_work: function that is called on another thread before the process is ended in this way. It
-        has to return soon. Functions of nested blocks are called from the innermost outwards. It is
-        not called if the process ends normally.
+    last_work: function that is called on another thread before the process is ended in this way.
+        The function must return soon. If blocks are nested, the function of the innermost block is
+        called first. No function is called if the process ends normally.
     """
     _state.last_work.append(last_work)
     try:
@@ -296,10 +303,10 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Make Ctrl-C exit the process immediately and silently, from now until `listening`.
+    """Make Ctrl-C exit the process immediately and silently until a `listening` block begins.
 
-    For the start of a command, before it has begun any work. If the process was started with SIGINT
-    ignored, SIGINT stays ignored.
+    A command calls this at its start, before it has begun any work. If the process was started with
+    SIGINT ignored, SIGINT stays ignored.
     """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -341,10 +348,10 @@ def listening() -> Iterator[None]:
 
 
 def ends_with(path: Path) -> None:
-    """Declare the file that is the result of the current `listening` block.
+    """Declare the file that the command in the current `listening` block writes last.
 
-    Interrupts have no effect once `rename` has given this file its name. Does nothing outside of
-    a `listening` block, whose end would restore the effect of interrupts.
+    After `rename` has given this file its name, the command's work is complete, and interrupts have
+    no effect. Does nothing outside of a `listening` block.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)
@@ -420,9 +427,12 @@ def _on_ending(number: int, frame: FrameType | None) -> None:
 
 
 def _is_repeated(number: int) -> bool:
-    """Return whether an interrupt is pending already.
+    """Record the time of an interrupt, and return whether an earlier one is still pending.
 
-    If it has been pending for more than FORCE_AFTER_S, kill the process with the signal instead.
+    If the earlier one has been pending for more than FORCE_AFTER_S, kill the process with the
+    signal instead.
+
+    number: signal number of the interrupt.
     """
     now_s = monotonic()
     if _state.asked_s is None:
@@ -447,7 +457,7 @@ def _raise_or_wait(frame: FrameType | None) -> None:
 def _would_be_lost(frame: FrameType | None) -> bool:
     """Return whether an exception raised in this frame could not reach a caller that catches it.
 
-    This is so under a C callback, under `__del__`, and during an import.
+    This is the case during a callback from C, a `__del__` method or an import.
     """
     while frame is not None:
         code = frame.f_code
@@ -472,9 +482,10 @@ def _on_alarm(_signum: int, frame: FrameType | None) -> None:
 
 
 def _on_unraisable(what: Any) -> None:
-    """Keep an error that Python would only print: this is our `sys.unraisablehook`.
+    """Handle an exception that Python would only print. This is our `sys.unraisablehook`.
 
-    An interrupt becomes pending again. An error of a ctypes callback is kept for the `held` block.
+    An interrupt becomes pending again. An error of a ctypes callback is raised at the end of the
+    outermost `held` block. All other exceptions are printed.
     """
     error = what.exc_value
     if isinstance(error, (KeyboardInterrupt, SystemExit)) and _thread.is_main:
