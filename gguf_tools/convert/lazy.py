@@ -163,7 +163,8 @@ def _n_free(name: str, n_dims: int, rest: list[Any], kwargs: dict[str, Any]) -> 
 def _n_untouched(index: tuple[Any, ...], n_dims: int) -> int:
     """Return the number of leading dimensions that an index selects completely.
 
-    For [:, :, 3:5], the result is 2. It is 0 if the index contains anything but slices and a leading `...`.
+    For [:, :, 3:5] the number is 2. It is 0 if the index contains anything but slices and a leading
+    `...`.
     """
     first, *rest = index
     if first is Ellipsis:

@@ -23,9 +23,9 @@ _TOKENS, _TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.ggml.model"
 
 
 def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
-    """Check values that llama.cpp only asserts, and values that would make every result NaN.
+    """Check for values that would make llama.cpp abort the process or compute only NaN.
 
-    parts: the files of the model. The first one has the metadata.
+    parts: the files of the model. The first file has the metadata.
     Raises MetadataError, which names the key, or TensorTypeError, which names the tensor.
     """
     first = parts[0]
@@ -42,7 +42,10 @@ def check_loadable(parts: list[GGUFFile], hparams: Hyperparameters) -> None:
 
 
 class _Keys:
-    """Reader of architecture-specific metadata. Key names are given without their prefix."""
+    """Reads metadata values of a model's architecture.
+
+    A key of the file consists of the architecture's name, a dot, and the name given to the methods.
+    """
 
     def __init__(self, file: GGUFFile, arch: str) -> None:
         self._file, self._prefix = file, f"{arch}."
@@ -54,13 +57,17 @@ class _Keys:
         return errors.MetadataError(f"{self._file.path}: key {self._prefix}{name}: {text}")
 
     def check(self, name: str, is_right: Any, expected: str) -> None:
-        """Raise MetadataError if the key has a number for which `is_right` returns false."""
+        """Raise MetadataError if the file has a number under this key that is not right.
+
+        is_right: function that returns whether a number is right.
+        expected: description of a right number, for the message.
+        """
         value = self.get(name, (int, float), None)
         if value is not None and not is_right(value):
             raise self.fail(name, f"{value}, expected {expected}")
 
     def check_finite(self) -> None:
-        """Raise MetadataError if any of the architecture's numbers is NaN or infinite."""
+        """Raise MetadataError if any metadata number of the architecture is NaN or infinite."""
         for key, value in self._file.metadata.items():
             if key.startswith(self._prefix):
                 for number in value if isinstance(value, list) else (value,):

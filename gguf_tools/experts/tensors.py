@@ -33,7 +33,7 @@ _KIND_SETS = ({UP, GATE, DOWN}, {UP, DOWN}, {GATE_UP, DOWN})
 
 
 class LocatedTensor(NamedTuple):
-    """A tensor and the number of the file that contains it."""
+    """A tensor, and the index of the model's file that contains the tensor."""
 
     file_index: int
     info: TensorInfo
@@ -41,7 +41,10 @@ class LocatedTensor(NamedTuple):
 
 @dataclass
 class SortedTensors:
-    """The tensors of a model, classified.
+    """The tensors of a model, divided into experts and dense tensors.
+
+    The index `il` is the layer number, `kind` the kind of the matrix, and `tier` the name of a
+    precision.
 
     dense_bytes: size of all tensors that are not experts.
     dense_layer_bytes: the part of dense_bytes in each layer.
@@ -60,7 +63,10 @@ class SortedTensors:
 
 
 def first_expert(parts: list[GGUFFile]) -> TensorInfo:
-    """Return an expert tensor of the first layer with experts. Raises NotMoEError."""
+    """Return an expert tensor of the first layer with experts.
+
+    Raises NotMoEError if no layer has experts.
+    """
     found = [
         (parsed.il, info)
         for part in parts
@@ -75,9 +81,11 @@ def first_expert(parts: list[GGUFFile]) -> TensorInfo:
 def sort_tensors(
     parts: list[GGUFFile], hparams: Hyperparameters, tier_names: list[str]
 ) -> SortedTensors:
-    """Classify the tensors of all files.
+    """Divide the tensors of all files of a model into experts, by precision (tier), and others.
 
-    Raises NotMoEError if no layer before the multi-token prediction layers has experts, and
+    tier_names: the tiers that the metadata lists, the best first.
+
+    Raises NotMoEError if no layer before the multi-token prediction layers has experts. Raises
     MetadataError or MissingTierError for a tensor of a tier that tier_names does not list.
     """
     tensors = SortedTensors([0] * hparams.block_count)
@@ -128,9 +136,10 @@ def _no_experts(first: GGUFFile) -> errors.NotMoEError:
 def cut_slices(
     parts: list[GGUFFile], tensors: SortedTensors, tier_names: list[str], n_expert: int
 ) -> tuple[list[LayerSlices], list[LayerShapes]]:
-    """Return the slices and the matrix shapes of every MoE layer, in layer order.
+    """Return the file positions and the shapes of the expert matrices of every MoE layer.
 
-    Raises GGUFError if a matrix or a tier is missing or has a wrong shape.
+    Both lists are in layer order. Raises GGUFError if a matrix or a tier (precision) is missing or
+    has a wrong shape.
     """
     lower = dict(tensors.lower)
     slices: list[LayerSlices] = []
@@ -161,9 +170,13 @@ def _matrix_shape(found: LocatedTensor | None) -> tuple[int, int] | None:
 def _check_layer(
     parts: list[GGUFFile], il: int, layer: dict[int, LocatedTensor], n_expert: int, gated: bool
 ) -> None:
-    """Check that a layer has a valid set of expert matrices and that their shapes match.
+    """Check that a layer has a valid set of expert matrices with matching shapes.
 
-    gated: whether any layer has separate gate matrices.
+    Raises MissingTensorError or TensorShapeError otherwise.
+
+    il: layer number.
+    layer: the layer's expert tensors by kind.
+    gated: whether any layer of the model has separate gate matrices.
     """
     where = f"{parts[next(iter(layer.values())).file_index].path}: "
     if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
@@ -191,10 +204,11 @@ def _check_layer(
 
 
 def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
-    """Check that routers have an output for every expert and routing tables only valid indices.
+    """Check that each router has an output for every expert, and that routing tables are valid.
 
-    Routing tables select experts by token ID. They are read completely, because llama.cpp aborts
-    the process at an invalid index. Raises TensorShapeError, TensorTypeError or ExpertIndexError.
+    A routing table selects experts by token ID. All of its entries are checked, because llama.cpp
+    aborts the process at an invalid index. Raises TensorShapeError, TensorTypeError or
+    ExpertIndexError.
     """
     for file_index, part in enumerate(parts):
         for info in part.tensors.values():
@@ -212,7 +226,8 @@ def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
             wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
             if wrong.size:
                 raise errors.ExpertIndexError(
-                    f"{where}: the table refers to expert {wrong[0]}, but the model has {n_expert}"
+                    f"{where}: the table refers to expert {wrong[0]}, but the model has"
+                    f" {n_expert} experts"
                 )
 
 
@@ -232,7 +247,14 @@ def _tier_slices(
     lower: dict[tuple[int, int, str], LocatedTensor],
     n_expert: int,
 ) -> tuple[Slice | None, ...]:
-    """Return the slices of one matrix in every tier. Entries used from `lower` are removed."""
+    """Return the file position of one kind of expert matrix of a layer, for each precision (tier).
+
+    All positions are None if the layer has no such matrix. Entries used from `lower` are removed,
+    so that unused ones can be reported. Raises GGUFError if a tier is missing or has another shape.
+
+    base: the matrix in the best tier.
+    lower: the matrices in lower tiers, by layer number, kind and tier.
+    """
     if base is None:
         return (None,) * len(tier_names)
     slices = [_slice(base, n_expert)]
@@ -261,7 +283,7 @@ def sum_tiers(
     shapes: list[LayerShapes],
     n_expert: int,
 ) -> tuple[list[Tier], list[int]]:
-    """Return the tiers and the size of all experts in each tier, in bytes.
+    """Return the precisions (tiers) of a model, and the size in bytes of all experts in each tier.
 
     Raises MetadataError if a tier has more bits per weight than the tier before it.
     """

@@ -30,7 +30,7 @@ MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file.
+    """Name, shape, type and position of a tensor in a GGUF file.
 
     The shape starts with the row length (ggml order). The offset is in bytes from the start of the
     file.
@@ -44,7 +44,7 @@ class TensorInfo(NamedTuple):
 
 
 class Cursor:
-    """A read position in a buffer of little-endian data, with bounds checks.
+    """Reads little-endian values from a buffer, one after another, with bounds checks.
 
     where: the item being read, for error messages.
     """
@@ -59,15 +59,19 @@ class Cursor:
     def fail(
         self, kind: type[errors.GGUFError], text: str, at: int | None = None
     ) -> errors.GGUFError:
-        """Return an error that names the file, the item being read and the offset.
+        """Return an error of class `kind` that names the file, the item being read and the offset.
 
-        `at` defaults to the current position.
+        text: the problem.
+        at: the offset. Default: the current position.
         """
         offset = self.at if at is None else at
         return kind(f"{self.path}: {self.where}: {text} (at offset {offset})")
 
     def take(self, n: int) -> int:
-        """Advance by n bytes and return the previous position. Raises TruncatedError."""
+        """Advance the position by n bytes, and return the position before that.
+
+        Raises TruncatedError if the buffer ends before.
+        """
         start = self.at
         if n > self.size - start:
             raise self.fail(
@@ -78,12 +82,18 @@ class Cursor:
         return start
 
     def scalar(self, fmt: str) -> Any:
-        """Read one value of fixed size. fmt: its format character of the struct module."""
+        """Read one value of fixed size.
+
+        fmt: format character of the value in Python's module struct.
+        """
         start = self.take(struct.calcsize("<" + fmt))
         return struct.unpack_from("<" + fmt, self.buffer, start)[0]
 
     def text(self, limit: int | None = None) -> str:
-        """Read a UTF-8 string with its length prefix. limit: maximum length in bytes."""
+        """Read a UTF-8 string, which is stored after its length.
+
+        limit: maximum length in bytes. A longer string raises TextError.
+        """
         start = self.at
         n = self.scalar("Q")
         if n > self.size - self.at:
@@ -185,9 +195,10 @@ def read_value(cursor: Cursor, kind: ValueType) -> Any:
 
 
 def read_tensor(cursor: Cursor) -> TensorInfo:
-    """Read one entry of the tensor list. Its offset is relative to the start of the data section.
+    """Read one entry of the tensor list of a GGUF file.
 
-    Raises a GGUFError subclass for an invalid name, shape or type.
+    The returned offset is relative to the start of the data section. Raises a GGUFError subclass
+    for an invalid name, shape or type.
     """
     name = read_name(cursor, "tensor name", MAX_NAME_BYTES)
     cursor.where = f"tensor {name}"
@@ -214,7 +225,8 @@ def read_tensor(cursor: Cursor) -> TensorInfo:
     if shape[0] % block:
         raise cursor.fail(
             errors.TensorShapeError,
-            f"rows of {shape[0]} are not a multiple of {block}, the block of {ggml_type.tier_name}",
+            f"the row length {shape[0]} is not a multiple of {block}, the block size of"
+            f" {ggml_type.tier_name}",
             start,
         )
     nbytes = row_bytes(ggml_type, shape[0]) * (weights // shape[0])

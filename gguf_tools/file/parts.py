@@ -15,12 +15,13 @@ SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
-    """Open a model and return its files, in the order of the parts if the model is split.
+    """Open all files of a GGUF model, in the order of its parts if the model is split.
 
     path: the file or, as for llama.cpp, the first part of a split model.
 
-    Raises SplitError if parts are missing, out of order or belong to another model, DuplicateError
-    if two parts have a tensor of the same name, and every error of `GGUFFile.open`.
+    Raises SplitError if parts are missing, out of order or belong to another model. Raises
+    DuplicateError if two parts have a tensor of the same name, and other GGUFErrors if a file
+    cannot be read or is malformed.
     """
     first = GGUFFile.open(path)
     n_parts = metadata_value(first, KEY_SPLIT_COUNT, int, 0)
@@ -70,9 +71,12 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
 
 
 def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile:
-    """Open one further part of a model and check that it belongs to the first part.
+    """Open a part of a split model other than the first, and check that it belongs to the model.
+
+    Raises SplitError if the part is missing or belongs to another model.
 
     index: number of the part, counted from 0.
+    name: name of the model's files without part number.
     """
     path = first.path.with_name(name)
     if not path.exists():
