@@ -19,11 +19,11 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Position of some bits of the codes in a block: bits `low` to `low + width - 1` of each code.
+    """The position of some bits of the weights' codes in a quantization block.
 
-    The plane starts at byte `start` of the block. Its first `group` bytes contain 8 / width groups
-    of `group` codes each, the first group in the lowest bits. The next `group` bytes contain the
-    following codes, and so on.
+    A plane holds the bits `low` to `low + width - 1` of each code. It starts at byte `start` of the
+    block. Its first `group` bytes contain 8 / width groups of `group` codes each, the first group
+    in the lowest bits. The next `group` bytes contain the following codes, and so on.
     """
 
     start: int
@@ -33,11 +33,12 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """The encoding of a weight in a type.
+    """How a ggml type encodes a weight as a small integer, its code.
 
     planes: the positions of the code's bits.
     first, last: the range of codes in use.
-    scales: factor of each code for the block's scale. Empty if codes are equally spaced.
+    scales: factor of each code for the block's scale. Empty if the values of the codes are equally
+        spaced.
     flip: value with which a code is XORed before it is stored.
     """
 
@@ -72,7 +73,7 @@ CODINGS = {
 
 
 def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
-    """Write codes into quantized blocks, leaving the scales unchanged.
+    """Replace the codes of the weights in quantized blocks, and keep the scales.
 
     blocks: uint8 [number of blocks, bytes per block], modified in place.
     codes: uint8 [number of blocks, weights per block].
@@ -92,13 +93,14 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values of certain codes at every position of the given blocks.
+    """Return the values that certain codes have at every position of the given blocks.
 
-    For equally spaced codes, return the values of the first and of the last code. For codes with
-    factors, return the value of the code with factor 1. All other values follow from these.
+    If the values of the codes are equally spaced, the codes are the type's first and last.
+    Otherwise each code has a factor, and the code with factor 1 is used. The values of all other
+    codes follow from these.
 
     blocks: uint8 [number of blocks, bytes per block].
-    decode: decodes the bytes of blocks to float32 values.
+    decode: function that decodes the bytes of blocks to float32 values.
     Returns float32 [2 or 1, number of blocks, weights per block].
     """
     coding = CODINGS[ggml_type]

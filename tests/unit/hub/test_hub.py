@@ -69,7 +69,7 @@ def test_parts_come_together(server, tmp_path):
     assert shlex.split(line)[-1] == paths[0]
     del server.repos["o/n"].files[names[1]]
     assert refused("o/n", "--include", "*Q4*") == (
-        f"o/n: {names[1]} is missing in the repository: a part of {names[0]}"
+        f"o/n: the repository lacks {names[1]}, a part of {names[0]}"
     )
 
 
