@@ -166,7 +166,8 @@ def render(facts: dict[str, Any]) -> str:
     """Format the facts that `describe` returned about a model as text for a terminal."""
     shared = " and shared experts" if facts["shared_experts"] else ""
     lines = [
-        facts["file"] + (f" and {len(facts['files']) - 1} more" if len(facts["files"]) > 1 else ""),
+        facts["file"]
+        + (f" and {len(facts['files']) - 1} more files" if len(facts["files"]) > 1 else ""),
         f"  {facts['name']}: {facts['architecture']}, {facts['layers']} layers,"
         f" {facts['moe_layers']} of them with {facts['experts']} experts{shared},"
         f" {facts['experts_used']} experts per token",
@@ -176,7 +177,7 @@ def render(facts: dict[str, Any]) -> str:
         f" KV cache {format_size(facts['kv_bytes'])} for {facts['kv_tokens']} tokens,"
         f" files {format_size(facts['file_bytes'])}",
         *(
-            [f"  read from disk row by row if moe-edge manages the experts: {tables}"]
+            [f"  tensors read from disk row by row if moe-edge manages the experts: {tables}"]
             if (tables := facts["lookup"])
             else []
         ),

@@ -335,7 +335,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
     )
     try:
         if process.stdout is None:
-            raise BuildError(f"{command[0]}: no output pipe")
+            raise BuildError(f"{command[0]}: the output cannot be read")
         for line in process.stdout:
             os.write(log_fd, line)
             progress.line(line.decode(errors="replace"))
@@ -352,7 +352,7 @@ def _run(command: list[str], what: str, log_fd: int, log: Path, lock: int) -> No
         errors = [n for n, line in enumerate(lines) if re.search(r"\berror\b|CMake Error", line)]
         first = errors[0] if errors else max(0, len(lines) - 20)
         excerpt = "\n".join(line[:300] for line in lines[first : first + 20])
-        raise BuildError(f"{what} failed. The whole log is {log}\n{excerpt}")
+        raise BuildError(f"{what} failed. The whole log is in {log}\n{excerpt}")
 
 
 def _publish(plan: Plan, root: Path) -> None:

@@ -252,8 +252,10 @@ def portable(path: Path) -> bytes:
     data = path.read_bytes()
     newer = {int(n) for n in re.findall(rb"GLIBC_2\.(\d+)", data) if int(n) > GLIBC}
     if newer or b"libstdc++.so" in data:
-        what = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
-        raise BuildError(f"{path.name} needs {what}, which manylinux_2_{GLIBC} does not include.")
+        library = f"GLIBC_2.{max(newer)}" if newer else "libstdc++"
+        raise BuildError(
+            f"{path.name} needs {library}, which manylinux_2_{GLIBC} does not include."
+        )
     for old, new in NAMES.items():
         data = data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0")
     return data
@@ -288,7 +290,9 @@ def bindings(root: Path) -> dict[str, bytes]:
         text = (root / "llama_cpp" / name).read_text()
         for old, new in pairs:
             if old not in text:
-                raise BuildError(f"{name}: {old!r} not found: adapt the bindings' changes.")
+                raise BuildError(
+                    f"{name} no longer contains {old!r}: adapt the changes in patches/portable.py."
+                )
             text = text.replace(old, new)
         entries[f"{PACKAGE}/{name}"] = text.encode()
     return entries

@@ -69,7 +69,9 @@ def build_server(upstream: Upstream, llama_cpp: Path, sdist: Path | None = None)
                 source, libraries = root / upstream.source, llama_cpp / "lib"
                 built = compile_server(upstream, tools, source, libraries, lock)
                 if library_path(upstream, llama_cpp, cache_dir()) != path:
-                    raise BuildError("the sources changed while they were compiled: run it again.")
+                    raise BuildError(
+                        "the sources changed while they were compiled: run the command again."
+                    )
                 with publishing(path.parent, KEEP) as stage:
                     shutil.copy2(built, stage / path.name)
     return _installed(path, llama_cpp / "lib" / path.name)

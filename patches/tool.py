@@ -131,7 +131,7 @@ def cmd_verify(args: argparse.Namespace) -> int:
         patches = series.read_series()
         print(
             f"{len(patches)} patches, {sum(p.added_lines for p in patches)} added lines "
-            f"in {sum(len(p.files) for p in patches)} files: fine"
+            f"in {sum(len(p.files) for p in patches)} files: no problem found"
         )
     return 1 if found else 0
 
@@ -293,7 +293,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--tree", type=Path, required=True, help="edited copy of llama.cpp")
     add.add_argument("--author", help="author of the patch, as NAME <MAIL>")
     for name in ("subject", "reason", "forwarded", "remove-when"):
-        add.add_argument(f"--{name}", help=f"the header field {name.title()}")
+        add.add_argument(f"--{name}", help=f"the field {name.title()} of the patch's header")
     command("source", cmd_source, "unpack and patch the source, and print the llama.cpp folder")
     part = command(
         "part", cmd_part, "write the part of the source that a build without network needs"

@@ -73,8 +73,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises CheckpointError if a file is missing, truncated or inconsistent.
     """
     if not folder.is_dir():
-        what = "not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {what}: give a checkpoint folder with a config.json")
+        problem = "not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: {problem}: give a checkpoint folder with a config.json")
     config = _read_json(folder / "config.json")
     parts = _parts(folder)
     weights: Counter[str] = Counter()
@@ -181,24 +181,24 @@ def _tensors(
     data_bytes: size of the data after the header.
     """
     for name, entry in header.items():
-        where = f"{path}: tensor {name}"
+        tensor = f"{path}: tensor {name}"
         try:
             dtype, shape = str(entry["dtype"]), [int(each) for each in entry["shape"]]
             start, end = (int(each) for each in entry["data_offsets"])
         except (LookupError, TypeError, ValueError, OverflowError):
             raise CheckpointError(
-                f"{where}: invalid header entry: download the file again"
+                f"{tensor}: invalid header entry: download the file again"
             ) from None
         if dtype not in DTYPE_BITS:
-            raise CheckpointError(f"{where}: unknown type {dtype}")
+            raise CheckpointError(f"{tensor}: unknown type {dtype}")
         n = prod(shape)
         if min(shape, default=0) < 0 or start < 0 or (end - start) * 8 != n * DTYPE_BITS[dtype]:
             raise CheckpointError(
-                f"{where}: {end - start} bytes do not match the shape {shape} of {dtype}"
+                f"{tensor}: {end - start} bytes do not match the shape {shape} of {dtype}"
             )
         if end > data_bytes:
             raise CheckpointError(
-                f"{where}: ends {end - data_bytes} bytes past the end of the truncated file:"
+                f"{tensor}: ends {end - data_bytes} bytes past the end of the truncated file:"
                 " download it again"
             )
         yield name, dtype, shape

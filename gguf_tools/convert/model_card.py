@@ -91,9 +91,9 @@ def _parsed(text: str) -> dict[Any, Any]:
         found = yaml.load(text, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 2}" if mark is not None else ""
+        in_line = f" in line {mark.line + 2}" if mark is not None else ""
         reason = getattr(error, "problem", None) or "unexpected characters"
-        raise ValueError(f"not valid YAML{where}: {reason}") from None
+        raise ValueError(f"not valid YAML{in_line}: {reason}") from None
     except RecursionError:
         raise ValueError("the front matter is nested too deeply") from None
     if found is None or found == "":

@@ -251,7 +251,11 @@ def _notes(folder: Path, warnings: list[str]) -> list[str]:
         for each in relevant[:_MOST_NOTES]
     ]
     more = len(relevant) - _MOST_NOTES
-    return [*notes, f"{folder}: and {more} more warnings"] if more > 0 else notes
+    return (
+        [*notes, f"{folder}: {more} more warnings of llama.cpp's converter are not shown"]
+        if more > 0
+        else notes
+    )
 
 
 def _chat_template(folder: Path) -> Any:
@@ -434,7 +438,7 @@ def _converter_errors(checkpoint: Checkpoint) -> Iterator[list[str]]:
 
     Yields the list of the converter's warnings so far.
     """
-    where = str(checkpoint.folder)
+    folder = str(checkpoint.folder)
     try:
         with _kept_warnings() as warnings:
             yield warnings
@@ -442,11 +446,11 @@ def _converter_errors(checkpoint: Checkpoint) -> Iterator[list[str]]:
         raise
     except KeyError as error:
         raise ConvertError(
-            f"{where}: llama.cpp's converter did not find {error} in the files of"
+            f"{folder}: llama.cpp's converter did not find {error} in the files of"
             f" {checkpoint.architecture}"
         ) from error
     except Exception as error:
-        raise ConvertError(f"{where}: {_explained(error)}") from error
+        raise ConvertError(f"{folder}: {_explained(error)}") from error
 
 
 def _explained(error: Exception) -> str:

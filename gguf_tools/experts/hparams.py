@@ -152,7 +152,7 @@ class _Keys:
         """Return an integer from 0 to `most`, or the default if the key is missing."""
         value = int(self._value(name, int, default))
         if not 0 <= value <= most:
-            raise self._wrong(name, f"{value}, expected 0 to {most}")
+            raise self._wrong(name, f"the value is {value}, expected 0 to {most}")
         return value
 
     def positive(self, name: str, most: int = MAX_NUMBER) -> int:
@@ -161,7 +161,7 @@ class _Keys:
         if value is None:
             raise _missing(self.file, self._key(name))
         if not 1 <= value <= most:
-            raise self._wrong(name, f"{value}, expected 1 to {most}")
+            raise self._wrong(name, f"the value is {value}, expected 1 to {most}")
         return int(value)
 
     def per_layer(self, name: str, n: int, default: list[int]) -> list[int]:
@@ -176,7 +176,9 @@ class _Keys:
         if len(values) < n or not all(
             isinstance(each, int) and 0 <= each <= MAX_NUMBER for each in values
         ):
-            raise self._wrong(name, f"expected {n} numbers")
+            raise self._wrong(
+                name, f"the list is too short or has invalid numbers, expected {n} numbers"
+            )
         return values[:n]
 
     def routed_blocks(self) -> int:
@@ -197,7 +199,7 @@ class _Keys:
         found = expert.shape[2] if len(expert.shape) == 3 else 1
         n_expert = int(self._value("expert_count", int, found))
         if n_expert < 1:
-            raise self._wrong("expert_count", f"{n_expert}, expected 1 or more")
+            raise self._wrong("expert_count", f"the value is {n_expert}, expected 1 or more")
         return n_expert
 
     def expert_used(self, n_layers: int, n_expert: int) -> int:
@@ -209,7 +211,9 @@ class _Keys:
             raise _missing(self.file, self._key("expert_used_count"))
         used = max(self.per_layer("expert_used_count", n_layers, []))
         if not 1 <= used <= n_expert:
-            raise self._wrong("expert_used_count", f"{used}, expected 1 to {n_expert} experts")
+            raise self._wrong(
+                "expert_used_count", f"the value is {used}, expected 1 to {n_expert} experts"
+            )
         return used
 
 

@@ -64,7 +64,7 @@ class _Keys:
         """
         value = self.get(name, (int, float), None)
         if value is not None and not is_right(value):
-            raise self.fail(name, f"{value}, expected {expected}")
+            raise self.fail(name, f"the value is {value}, expected {expected}")
 
     def check_finite(self) -> None:
         """Raise MetadataError if any metadata number of the architecture is NaN or infinite."""
@@ -72,9 +72,8 @@ class _Keys:
             if key.startswith(self._prefix):
                 for number in value if isinstance(value, list) else (value,):
                     if isinstance(number, float) and not math.isfinite(number):
-                        raise self.fail(
-                            key.removeprefix(self._prefix), f"{number}, expected a finite number"
-                        )
+                        name = key.removeprefix(self._prefix)
+                        raise self.fail(name, f"the value is {number}, expected a finite number")
 
 
 def _check_rope(keys: _Keys, hparams: Hyperparameters) -> None:
@@ -88,7 +87,8 @@ def _check_rope(keys: _Keys, hparams: Hyperparameters) -> None:
     scaling = keys.get("rope.scaling.type", str, "none")
     if scaling not in _ROPE_SCALING:
         raise keys.fail(
-            "rope.scaling.type", f"{scaling!r:.80}, expected one of {', '.join(_ROPE_SCALING)}"
+            "rope.scaling.type",
+            f"the value is {scaling!r:.80}, expected one of {', '.join(_ROPE_SCALING)}",
         )
 
 
@@ -96,11 +96,14 @@ def _check_groups(keys: _Keys, hparams: Hyperparameters) -> None:
     groups = keys.get("expert_group_count", int, 0)
     if not 0 <= groups < hparams.n_expert or (groups and hparams.n_expert % groups):
         raise keys.fail(
-            "expert_group_count", f"{groups}, expected a divisor of {hparams.n_expert} experts"
+            "expert_group_count",
+            f"the value is {groups}, expected a divisor of {hparams.n_expert} experts",
         )
     used = keys.get("expert_group_used_count", int, 0)
     if groups > 1 and not 1 <= used < groups:
-        raise keys.fail("expert_group_used_count", f"{used}, expected 1 to {groups - 1}")
+        raise keys.fail(
+            "expert_group_used_count", f"the value is {used}, expected 1 to {groups - 1}"
+        )
 
 
 def _check_vocabulary(file: GGUFFile) -> None:

@@ -96,8 +96,8 @@ def sort_tensors(
             if parsed is None or parsed.il >= hparams.routed_blocks:
                 if TIER_MARK in info.name:
                     raise errors.MetadataError(
-                        f"{part.path}: tensor {info.name}: offset {info.offset}: named like a tier,"
-                        " but not an expert matrix"
+                        f"{part.path}: tensor {info.name}: offset {info.offset}: the name ends like"
+                        " that of a tier, but is not the name of an expert matrix"
                     )
                 tensors.dense_bytes += info.nbytes
                 if info.name == LOOKUP_TABLE or (info.name == EMBEDDINGS and not tied):
@@ -178,20 +178,24 @@ def _check_layer(
     layer: the layer's expert tensors by kind.
     gated: whether any layer of the model has separate gate matrices.
     """
-    where = f"{parts[next(iter(layer.values())).file_index].path}: "
+    file = parts[next(iter(layer.values())).file_index].path
     if set(layer) not in _KIND_SETS or (gated and set(layer) == {UP, DOWN}):
         needed = {GATE_UP, DOWN} if GATE_UP in layer else {UP, DOWN} | ({GATE} if gated else set())
         missing = sorted(needed - set(layer))
         if not missing:
             have = ", ".join(KINDS[kind] for kind in sorted(layer))
-            raise errors.MissingTensorError(f"{where}layer {il}: unexpected matrices {have}")
+            raise errors.MissingTensorError(
+                f"{file}: layer {il}: unexpected matrices of experts: {have}"
+            )
         raise errors.MissingTensorError(
-            f"{where}tensor {expert_tensor_name(il, missing[0])} is missing"
+            f"{file}: tensor {expert_tensor_name(il, missing[0])} is missing"
         )
     for found in layer.values():
         shape = found.info.shape
         if len(shape) != 3 or shape[2] != n_expert:
-            raise _shape_error(parts, found, f"expected {n_expert} experts in 3 dimensions")
+            raise _shape_error(
+                parts, found, f"expected {n_expert} experts in the last of 3 dimensions"
+            )
     down = layer[DOWN].info.shape
     n_in, n_ff = down[1], down[0]
     for kind, rows in ((UP, n_ff), (GATE, n_ff), (GATE_UP, 2 * n_ff)):
@@ -199,7 +203,7 @@ def _check_layer(
             raise _shape_error(
                 parts,
                 layer[kind],
-                f"expected [{n_in}, {rows}, {n_expert}] to match the down matrix",
+                f"expected the shape [{n_in}, {rows}, {n_expert}] to match the down matrix",
             )
 
 
@@ -219,14 +223,16 @@ def check_routing_tables(parts: list[GGUFFile], n_expert: int) -> None:
                 )
             if not info.name.endswith(ROUTING_TABLE):
                 continue
-            where = f"{part.path}: tensor {info.name}: offset {info.offset}"
+            tensor = f"{part.path}: tensor {info.name}: offset {info.offset}"
             if info.type is not GGMLType.I32:
-                raise errors.TensorTypeError(f"{where}: {info.type.tier_name}, expected i32")
+                raise errors.TensorTypeError(
+                    f"{tensor}: the type is {info.type.tier_name}, expected i32"
+                )
             chosen = part.array(info.name).view("<i4")
             wrong = chosen[(chosen < 0) | (chosen >= n_expert)]
             if wrong.size:
                 raise errors.ExpertIndexError(
-                    f"{where}: the table refers to expert {wrong[0]}, but the model has"
+                    f"{tensor}: the table refers to expert {wrong[0]}, but the model has"
                     f" {n_expert} experts"
                 )
 
@@ -266,7 +272,7 @@ def _tier_slices(
                 f" missing, but key {KEY_TIERS} lists tier {tier}"
             )
         if found.info.shape != base.info.shape:
-            raise _shape_error(parts, found, f"but {list(base.info.shape)} in its best tier")
+            raise _shape_error(parts, found, f"but the best tier has {list(base.info.shape)}")
         slices.append(_slice(found, n_expert))
     return tuple(slices)
 

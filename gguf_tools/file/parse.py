@@ -104,7 +104,7 @@ class Cursor:
             )
         if limit is not None and n > limit:
             raise self.fail(
-                errors.TextError, f"a name of {n} bytes, but the maximum is {limit}", start
+                errors.TextError, f"the name has {n} bytes, but the maximum is {limit}", start
             )
         data = self.buffer[self.take(n) : self.at]
         try:
@@ -156,7 +156,7 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
     start = cursor.at
     if depth > MAX_ARRAY_DEPTH:
         raise cursor.fail(
-            errors.NestingError, f"arrays nested more than {MAX_ARRAY_DEPTH} deep", start
+            errors.NestingError, f"arrays are nested more than {MAX_ARRAY_DEPTH} levels deep", start
         )
     kind = read_value_type(cursor)
     n = cursor.scalar("Q")
@@ -170,7 +170,7 @@ def _array(cursor: Cursor, depth: int) -> list[Any]:
     if n > MAX_ARRAY_ELEMENTS:
         raise cursor.fail(
             errors.CountError,
-            f"an array of {n} values, but the maximum is {MAX_ARRAY_ELEMENTS}",
+            f"the array has {n} values, but the maximum is {MAX_ARRAY_ELEMENTS}",
             start,
         )
     if kind is ValueType.ARRAY:
@@ -206,7 +206,9 @@ def read_tensor(cursor: Cursor) -> TensorInfo:
     n_dims = cursor.scalar("I")
     if not 1 <= n_dims <= MAX_DIMS:
         raise cursor.fail(
-            errors.TensorShapeError, f"{n_dims} dimensions, expected 1 to {MAX_DIMS}", start
+            errors.TensorShapeError,
+            f"the tensor has {n_dims} dimensions, expected 1 to {MAX_DIMS}",
+            start,
         )
     start = cursor.at
     shape = tuple(cursor.scalar("Q") for _ in range(n_dims))

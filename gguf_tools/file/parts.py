@@ -30,7 +30,7 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         return [first]
     if n_parts > MAX_PARTS:
         raise errors.CountError(
-            f"{first.path}: key {KEY_SPLIT_COUNT}: {n_parts} parts, but the maximum is {MAX_PARTS}"
+            f"{first.path}: key {KEY_SPLIT_COUNT} is {n_parts}, but the maximum is {MAX_PARTS}"
         )
     number = metadata_value(first, KEY_SPLIT_NO, int, 0)
     match = SPLIT_NAME.fullmatch(first.path.name)
@@ -46,8 +46,8 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
         )
     if match[2] != "00001":
         raise errors.SplitError(
-            f"{first.path}: named part {int(match[2])} of {n_parts}, but it is part 1: name it"
-            f" {match[1]}-00001-of-{n_parts:05d}.gguf"
+            f"{first.path}: named part {int(match[2])} of {n_parts}, but this is part 1: rename it"
+            f" to {match[1]}-00001-of-{n_parts:05d}.gguf"
         )
     architecture(first)
     files = [first]
@@ -64,7 +64,7 @@ def open_model(path: str | os.PathLike[str]) -> list[GGUFFile]:
     total = metadata_value(first, KEY_SPLIT_TENSORS, int, len(names))
     if total != len(names):
         raise errors.SplitError(
-            f"{first.path}: key {KEY_SPLIT_TENSORS}: {total}, but the parts have {len(names)}"
+            f"{first.path}: key {KEY_SPLIT_TENSORS} is {total}, but the parts have {len(names)}"
             " tensors"
         )
     return files
@@ -76,7 +76,7 @@ def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile
     Raises SplitError if the part is missing or belongs to another model.
 
     index: number of the part, counted from 0.
-    name: name of the model's files without part number.
+    name: file name of the part.
     """
     path = first.path.with_name(name)
     if not path.exists():
@@ -90,7 +90,7 @@ def _open_part(first: GGUFFile, index: int, n_parts: int, name: str) -> GGUFFile
         if found is None:
             raise errors.SplitError(f"{path}: not a part of a split model: key {key} is missing")
         if found != expected:
-            raise errors.SplitError(f"{path}: key {key}: {found}, expected {expected}")
+            raise errors.SplitError(f"{path}: key {key} is {found}, expected {expected}")
     # gguf-split writes the model's metadata into the first part only. Metadata in other parts must
     # have the same values.
     for key in part.metadata:

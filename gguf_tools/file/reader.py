@@ -111,10 +111,10 @@ class GGUFFile(Closing):
         version = cursor.scalar("I")
         if version not in READABLE_VERSIONS:
             big_endian = version and version & 0xFFFF == 0
-            text = "a big-endian file" if big_endian else f"GGUF version {version}"
+            kind = "a big-endian file" if big_endian else f"GGUF version {version}"
             raise cursor.fail(
                 errors.VersionError,
-                f"{text}, but only little-endian versions 2 and 3 are supported",
+                f"this is {kind}, but only little-endian versions 2 and 3 are supported",
                 4,
             )
         n_tensors = cursor.scalar("Q")
@@ -162,9 +162,9 @@ class GGUFFile(Closing):
         """
         for info in infos:
             offset = self.data_offset + info.offset
-            where = f"{self.path}: tensor {info.name}: offset {offset}"
+            tensor = f"{self.path}: tensor {info.name}: offset {offset}"
             if info.name in self.tensors:
-                raise errors.DuplicateError(f"{where}: the name occurs twice")
+                raise errors.DuplicateError(f"{tensor}: the name occurs twice")
             if info.offset % self.alignment:
                 # gguf-split copies the key of the alignment, but always aligns to 32 bytes.
                 hint = (
@@ -172,12 +172,12 @@ class GGUFFile(Closing):
                     " first, then pack it"
                 )
                 raise errors.TensorOffsetError(
-                    f"{where} ({info.offset} in the data section) is not a multiple of the"
+                    f"{tensor} ({info.offset} in the data section) is not a multiple of the"
                     f" alignment {self.alignment}{hint if KEY_SPLIT_COUNT in self.metadata else ''}"
                 )
             if offset + info.nbytes > self.size:
                 raise errors.TensorBoundsError(
-                    f"{where}: {info.nbytes} bytes extend past the end of the file at {self.size}"
+                    f"{tensor}: {info.nbytes} bytes extend past the end of the file at {self.size}"
                 )
             self.tensors[info.name] = info._replace(offset=offset)
         last: TensorInfo | None = None

@@ -179,7 +179,9 @@ class GGUFWriter:
     def meta_encoded(self, key: str, encoded: bytes) -> None:
         """Set a metadata value from its encoded bytes, which start with the type tag."""
         if self._file is not None:
-            raise errors.WriteError(f"{self.path}: key {key}: the header is already written")
+            raise errors.WriteError(
+                f"{self.path}: key {key}: too late, because the header is already written"
+            )
         if not key:
             raise errors.WriteError(f"{self.path}: a metadata key is empty")
         if not key.isprintable():
@@ -197,20 +199,20 @@ class GGUFWriter:
         Raises a GGUFError subclass for an invalid or repeated name and for an invalid shape.
         """
         shape = tuple(int(dim) for dim in shape)
-        where = f"{self.path}: tensor {name}"
+        tensor = f"{self.path}: tensor {name}"
         if self._file is not None:
-            raise errors.WriteError(f"{where}: the header is already written")
+            raise errors.WriteError(f"{tensor}: too late, because the header is already written")
         if name in self.tensors:
-            raise errors.DuplicateError(f"{where}: declared twice")
+            raise errors.DuplicateError(f"{tensor}: declared twice")
         if not name or len(name.encode("utf-8")) > MAX_NAME_BYTES:
-            raise errors.TextError(f"{where}: the name must have 1 to {MAX_NAME_BYTES} bytes")
+            raise errors.TextError(f"{tensor}: the name must have 1 to {MAX_NAME_BYTES} bytes")
         if not name.isprintable():
             raise errors.TextError(f"{self.path}: tensor name {name!r} has control characters")
         if not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
-            raise errors.TensorShapeError(f"{where}: impossible shape {list(shape)}")
+            raise errors.TensorShapeError(f"{tensor}: impossible shape {list(shape)}")
         if shape[0] % BLOCK[ggml_type].weights:
             raise errors.TensorShapeError(
-                f"{where}: the row length {shape[0]} is not a multiple of"
+                f"{tensor}: the row length {shape[0]} is not a multiple of"
                 f" {BLOCK[ggml_type].weights}, the block size of {ggml_type.tier_name}"
             )
         nbytes = row_bytes(ggml_type, shape[0])
@@ -274,8 +276,8 @@ class GGUFWriter:
         view = _flat(data)
         if start < 0 or start + view.nbytes > declared.nbytes:
             raise errors.WriteError(
-                f"{self.path}: tensor {name}: {view.nbytes} bytes at {start} do not fit in its"
-                f" {declared.nbytes} bytes"
+                f"{self.path}: tensor {name}: {view.nbytes} bytes at position {start} do not"
+                f" fit in its {declared.nbytes} bytes"
             )
         if self._checksums is not None:
             self._checksums[name].add(start, view)

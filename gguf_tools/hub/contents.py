@@ -67,7 +67,7 @@ class Download:
             return f"{text}, already downloaded"
         return (
             f"{text}, {format_size(self.missing)} to download into {self.folder},"
-            f" {format_size(self.free)} free there"
+            f" {format_size(self.free)} free on its disk"
         )
 
     def check_space(self) -> None:

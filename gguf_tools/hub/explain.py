@@ -65,7 +65,7 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
             HubUnreachableError,
             f"{endpoint} no longer answers: try again later",
         ),
-        (hub.EntryNotFoundError, HubError, f"a file no longer exists: {why}"),
+        (hub.EntryNotFoundError, HubError, f"a file no longer exists in the repository: {why}"),
         (hub.HFValidationError, HubError, "not a repository name: write it as OWNER/NAME"),
         (
             hub.OfflineModeIsEnabled,
@@ -81,8 +81,8 @@ def _explained(error: Exception, repo: str, revision: str | None) -> HubError:
     if isinstance(error, hub.HTTPError):
         return HubUnreachableError(f"{repo}: {endpoint} cannot be reached: {why}")
     if isinstance(error, OSError) and not isinstance(error, ValueError):
-        where = error.filename or storage_folder(repo)
-        return HubError(f"{where}: {error.strerror or why}")
+        path = error.filename or storage_folder(repo)
+        return HubError(f"{path}: {error.strerror or why}")
     return HubError(f"{repo}: {why}")
 
 

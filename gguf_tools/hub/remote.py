@@ -83,7 +83,10 @@ def _of_hub(text: str) -> tuple[list[str], dict[str, str]]:
 
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
-        raise HubError(f"{text}: write it as {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME/FILE.gguf")
+        raise HubError(
+            f"{text}: not a model name: write it as {PREFIX}OWNER/NAME or"
+            f" {PREFIX}OWNER/NAME/FILE.gguf"
+        )
     found = prepare("/".join(words[:2]), [glob.escape(each) for each in words[2:]])
     if len(found.models) != 1:
         names = ", ".join(found.models) or "none"

@@ -26,7 +26,10 @@ def resolve(
     """
     words = text.removeprefix(PREFIX).split("/", 2)
     if len(words) < 2 or not all(words):
-        raise HubError(f"{text}: write it as {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME/FILE.gguf")
+        raise HubError(
+            f"{text}: not a model name: write it as {PREFIX}OWNER/NAME or"
+            f" {PREFIX}OWNER/NAME/FILE.gguf"
+        )
     repo = "/".join(words[:2])
     include = [glob.escape(words[2])] if len(words) == 3 else []
     try:
@@ -38,8 +41,10 @@ def resolve(
         return here
     if len(found.models) != 1:
         names = found.models or [each.name for each in found.files[:4]]
-        what = "several models match" if found.models else "there is no GGUF model among the files"
-        raise HubError(f"{repo}: {what}: {', '.join(names)}")
+        problem = (
+            "several models match" if found.models else "there is no GGUF model among the files"
+        )
+        raise HubError(f"{repo}: {problem}: {', '.join(names)}")
     _fetch_noted(found, note, progress)
     return next(each.path for each in found.files if each.name == found.models[0])
 

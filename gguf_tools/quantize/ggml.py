@@ -95,7 +95,8 @@ class Ggml:
             if (traits.blck_size, traits.type_size) != block:
                 raise QuantizeError(
                     f"{path}: {ggml_type.tier_name} has blocks of {traits.blck_size} weights in"
-                    f" {traits.type_size} bytes, expected {block.weights} in {block.bytes}"
+                    f" {traits.type_size} bytes, expected {block.weights} weights in"
+                    f" {block.bytes} bytes"
                 )
             if traits.to_float:
                 self._to_float[ggml_type] = _TO_FLOAT(traits.to_float)
@@ -231,7 +232,7 @@ def library_path() -> Path:
     try:
         folder = built.libraries()
     except built.NotBuilt as error:
-        raise QuantizeError(f"ggml is part of llama.cpp, but {error}") from None
+        raise QuantizeError(f"the ggml library, a part of llama.cpp, is missing: {error}") from None
     for name in _NAMES:
         if (folder / name).exists():
             return folder / name

@@ -163,16 +163,16 @@ def _fitting(
     kinds = (kind, *({UP, GATE, GATE_UP} - {kind} if kind in (UP, GATE, GATE_UP) else ()))
     names = [expert_tensor_name(il, each) for each in kinds]
     entry = next((imatrix.entries[name] for name in names if name in imatrix.entries), None)
-    where = imatrix.path or imatrix.name
+    source = imatrix.path or imatrix.name
     if entry is None:
         raise errors.MismatchError(
-            f"{where}: no entry for {names[0]}: the file was made with another model than"
+            f"{source}: no entry for {names[0]}: the file was made with another model than"
             f" {model.path}, or without its experts"
         )
     n = model.n_expert
     if entry.sums.size != n * width or entry.counts.size not in (1, n):
         raise errors.MismatchError(
-            f"{where}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
+            f"{source}: {names[0]}: {entry.sums.size} values and {entry.counts.size} counts,"
             f" but {model.path} has {n} experts with rows of {width}: the file was made with"
             " another model"
         )

@@ -122,8 +122,8 @@ def _block_problem(part: GGUFFile, info: TensorInfo, found: list[int]) -> Proble
     what = "value" if size.weights == 1 else f"{info.type.tier_name} block"
     rest = ""
     if len(found) > 1:
-        least = "at least " if len(found) >= MAX_COUNTED else ""
-        rest = f", and {least}{len(found) - 1} more"
+        n_more = f"{'at least ' * (len(found) >= MAX_COUNTED)}{len(found) - 1}"
+        rest = f", and {n_more} more"
     return Problem(
         f"{part.path}: tensor {info.name}: {what} {block}{expert} at offset {offset} is not"
         f" finite{rest}",

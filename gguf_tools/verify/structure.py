@@ -19,7 +19,9 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
     for info in part.tensors.values():
         expected = layout.pad(end, part.alignment)
         if info.offset != expected:
-            yield problem_at(part, info, f"expected at offset {expected}, after {previous}")
+            yield problem_at(
+                part, info, f"the data is expected at offset {expected}, after {previous}"
+            )
         elif _has_data(part, end, info.offset):
             yield problem_at(
                 part, info, f"the padding after {previous}, which ends at {end}, is not zero"

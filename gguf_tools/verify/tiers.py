@@ -97,7 +97,7 @@ def _statement_problems(first: GGUFFile, model: ExpertModel) -> Iterator[Problem
             )
     for key in (layout.KEY_QUANTIZATION, layout.KEY_CALIBRATION):
         if not isinstance(first.metadata.get(key, ""), str):
-            yield Problem(f"{first.path}: key {key}: expected a text", str(first.path))
+            yield Problem(f"{first.path}: key {key}: expected a text value", str(first.path))
     needed: dict[str, None] = {}
     for shapes in model.shapes:
         for kind, shape in enumerate(shapes):
@@ -143,7 +143,7 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
     if first.alignment % layout.EXPERT_ALIGNMENT:
         yield Problem(
             f"{first.path}: alignment {first.alignment}, but a packed file needs a multiple of"
-            f" {layout.EXPERT_ALIGNMENT}",
+            f" {layout.EXPERT_ALIGNMENT} bytes",
             str(first.path),
         )
     where = {info.name: (part, info) for part in parts for info in part.tensors.values()}
@@ -151,7 +151,11 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
         parsed = parse_expert_name(info.name)
         if parsed is None or parsed.il >= n_layers:
             if layout.TIER_MARK in info.name:
-                yield problem_at(part, info, "named like a tier, but not an expert matrix")
+                yield problem_at(
+                    part,
+                    info,
+                    "the name ends like that of a tier, but is not the name of an expert matrix",
+                )
             continue
         tier_name = tiers[0] if parsed.tier is None else parsed.tier
         if tier_name not in tiers or (parsed.tier is not None and tier_name == tiers[0]):
@@ -165,7 +169,8 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
             yield problem_at(
                 part,
                 info,
-                f"type {info.type.tier_name}, but tier {tier_name} requires {fitting.tier_name}",
+                f"the type is {info.type.tier_name}, but tier {tier_name} requires"
+                f" {fitting.tier_name}",
             )
         if len(parts) == 1 and info.offset % layout.EXPERT_ALIGNMENT:
             yield problem_at(
@@ -178,7 +183,7 @@ def _tier_problems(parts: Sequence[GGUFFile], tiers: list[str], n_layers: int) -
             elif where[base][1].shape != info.shape:
                 best = list(where[base][1].shape)
                 yield problem_at(
-                    part, info, f"shape {list(info.shape)}, but {best} in its best tier"
+                    part, info, f"the shape is {list(info.shape)}, but {best} in the best tier"
                 )
             continue
         for tier in tiers[1:]:
