@@ -38,13 +38,13 @@ def test_the_best_set_that_the_processor_has_whole(features, chosen, prebuilt, m
     there = {
         where for each in built.SETS.values() for name, where in each.items() if name in features
     }
-    monkeypatch.setattr(built, "_has", lambda *where: where in there)
+    monkeypatch.setattr(built, "_has_cpu_feature", lambda *where: where in there)
     assert built.instruction_set() == chosen
 
 
 def test_a_processor_below_the_minimum_is_refused(prebuilt, monkeypatch):
     lacking = {built.SETS["avx2"][name] for name in ("avx2", "fma")}
-    monkeypatch.setattr(built, "_has", lambda *where: where not in lacking)
+    monkeypatch.setattr(built, "_has_cpu_feature", lambda *where: where not in lacking)
     with pytest.raises(built.NotBuilt, match=r"lacks fma, avx2, .*`make build`$"):
         built.instruction_set()
 
