@@ -43,7 +43,7 @@ _called_from_c: set[CodeType] = set()
 
 
 class _ThreadState(threading.local):
-    """State of one thread.
+    """Interrupt state of one thread.
 
     depth: number of nested `held` blocks.
     raised: an error of a callback, to be raised at the end of the outermost `held` block.

@@ -122,10 +122,10 @@ def _call(node: Any) -> _Call | None:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Return the name of the tensor method that a function of a lazy tensor calls.
+    """Return the name of the tensor method that the function of a lazy tensor calls.
 
-    The result is "" if the name is unknown. LazyBase, the converter's class of lazy tensors, wraps
-    most methods in lambdas, which are looked into.
+    The result is "" if the name is unknown. The converter wraps most methods in lambdas. For these,
+    the name is found in the lambda's code.
     """
     name = getattr(func, "__name__", "")
     if name != "<lambda>":

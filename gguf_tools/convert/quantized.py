@@ -64,6 +64,9 @@ def _scales_of(name: str, dtype: str, has_settings: bool) -> list[str]:
     need a scale themselves. Its name is `weight_scale_2` in files of ModelOpt and
     `weight_global_scale` in files of compressed-tensors. llama.cpp's converter would silently use 1
     for a missing scale.
+
+    dtype: safetensors type of the tensor.
+    has_settings: whether config.json says how the checkpoint is quantized.
     """
     if dtype not in _FP8:
         return []

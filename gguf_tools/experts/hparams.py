@@ -149,14 +149,20 @@ class _Keys:
         return metadata_value(self.file, self._key(name), kind, default)
 
     def number(self, name: str, default: int, most: int = MAX_NUMBER) -> int:
-        """Return an integer from 0 to `most`, or the default if the key is missing."""
+        """Return the integer that is stored under a key, from 0 to `most`.
+
+        default: the result if the key is missing.
+        """
         value = int(self._value(name, int, default))
         if not 0 <= value <= most:
             raise self._wrong(name, f"the value is {value}, expected 0 to {most}")
         return value
 
     def positive(self, name: str, most: int = MAX_NUMBER) -> int:
-        """Return an integer from 1 to `most`. Raises MissingKeyError if the key is missing."""
+        """Return the integer that is stored under a key, from 1 to `most`.
+
+        Raises MissingKeyError if the key is missing.
+        """
         value = self._value(name, int, None)
         if value is None:
             raise _missing(self.file, self._key(name))

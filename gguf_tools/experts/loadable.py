@@ -57,7 +57,7 @@ class _Keys:
         return errors.MetadataError(f"{self._file.path}: key {self._prefix}{name}: {text}")
 
     def check(self, name: str, is_right: Any, expected: str) -> None:
-        """Raise MetadataError if the file has a number under this key that is not right.
+        """Raise MetadataError if the file stores a wrong number under a key.
 
         is_right: function that returns whether a number is right.
         expected: description of a right number, for the message.

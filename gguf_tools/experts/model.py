@@ -101,10 +101,9 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The files of each opened model, in the order of its parts.
+        """The files of the opened model, in the order of its parts, as a list in a list.
 
-        This is a list of one list of files, or of two lists if the model was opened with a second
-        one in lower precision.
+        If `open` was given a second model of lower precision, its files are a second list.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -43,8 +43,11 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 class SliceChecksums:
     """Computes the CRC-32 checksums of one tensor from pieces of its data.
 
-    The tensor has one checksum for each of its `slices` equal parts, the experts. Pieces can be
-    added in any order and from several threads.
+    The tensor has one checksum for each expert. Pieces can be added in any order and from several
+    threads.
+
+    nbytes: size of the tensor.
+    slices: number of experts, or 1 for other tensors.
     """
 
     def __init__(self, nbytes: int, slices: int) -> None:
@@ -65,7 +68,7 @@ class SliceChecksums:
             at += piece.nbytes
 
     def values(self) -> list[int]:
-        """Return the CRC-32 of each slice. All bytes of the tensor must have been added before."""
+        """Return the checksum of each expert. All data of the tensor must have been added before."""
         found = [0] * self._slices
         for start in sorted(self._pieces):
             nbytes, crc = self._pieces[start]

@@ -348,9 +348,9 @@ def fitting_type(ggml_type: GGMLType, n: int) -> GGMLType:
 
 
 def fallback(kind: int, requested: GGMLType, n: int) -> list[str]:
-    """Return a note if a matrix cannot have the type of its precision (tier), in a list.
+    """Return a list with one note if a matrix cannot have the type of its precision (tier).
 
-    The reason is a row length n that the type's block size does not divide. Return an empty list if
+    The reason is a row length n that the type's block size does not divide. The list is empty if
     the type is suitable. The packed file stores these notes.
 
     kind: kind of the matrix, an index into KINDS.

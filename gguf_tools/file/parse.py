@@ -70,7 +70,7 @@ class Cursor:
     def take(self, n: int) -> int:
         """Advance the position by n bytes, and return the position before that.
 
-        Raises TruncatedError if the buffer ends before.
+        Raises TruncatedError if fewer than n bytes are left.
         """
         start = self.at
         if n > self.size - start:

@@ -78,7 +78,7 @@ def irregular(path: Path) -> str | None:
     """Return an error text if `path` is a device, pipe or socket, which an output cannot replace.
 
     Return None for a regular file, a folder and a new name. Symbolic links are followed. A link to
-    an open file of a process, such as /dev/stdout, is never a regular file.
+    an open file of a process, such as /dev/stdout, counts as a device.
     """
     try:
         is_file = stat.S_ISREG(path.stat().st_mode) and not _is_stream(path)
