@@ -10,7 +10,7 @@ Progress = Callable[[float], None]
 
 @runtime_checkable
 class SizedProgress(Protocol):
-    """A progress callback that also gets the total number of bytes, in its attribute."""
+    """A progress callback whose attribute total_bytes is set before the first call."""
 
     total_bytes: int
 

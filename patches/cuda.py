@@ -111,11 +111,11 @@ def gpu_capabilities() -> list[int]:
 
 
 def overlay(root: Path, nvcc: str) -> Path:
-    """Return a folder that completes a CUDA toolkit without cuBLAS.
+    """Return a folder with a complete CUDA toolkit, made from a toolkit without cuBLAS.
 
-    The folder has links to the toolkit's files, and cuBLAS. cuBLAS is taken from an installed
-    Python package, or downloaded from PyPI. The folder is kept in the cache, one for each version
-    of the toolkit.
+    The folder has links to the toolkit's files, and cuBLAS from an installed Python package. If no
+    such package is installed, cuBLAS is downloaded from PyPI. The folder is kept in the cache, one
+    for each version of the toolkit.
 
     root: folder of the toolkit.
     """

@@ -82,7 +82,10 @@ GCC_LICENCES = ("/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses
 
 
 def tag(machine: str = MACHINE) -> str:
-    """Return the platform tag of a wheel for machines of this type, such as "x86_64"."""
+    """Return the platform tag of a wheel.
+
+    machine: type of the machines that the wheel is for, such as "x86_64".
+    """
     return f"py3-none-manylinux_2_{GLIBC}_{machine}"
 
 

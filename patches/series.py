@@ -227,7 +227,7 @@ def regenerate(patch: Patch, old: Mapping[str, bytes], new: Mapping[str, bytes])
 def check_source(patches: list[Patch], sdist: Sdist) -> list[str]:
     """Return the problems of the patches that can only be found with the source, as sentences.
 
-    A patch may not apply, or not have the form that `refresh` writes.
+    They concern patches that do not apply, or that are not in the form that `refresh` writes.
     """
     try:
         new = apply_series(patches, sdist)
@@ -248,7 +248,7 @@ def refresh(sdist: Sdist, upstream: Upstream, tree: Path | None, folder: Path = 
     lost.
 
     tree: an edited copy of the source distribution or of the llama.cpp in it, from which to take
-        the patched files. Default: the patches are applied.
+        the patched files. Default: the source with the patches applied.
     folder: the folder with the patches.
     """
     patches = read_series(folder)

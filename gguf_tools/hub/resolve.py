@@ -52,11 +52,11 @@ def resolve(
 def resolve_checkpoint(
     text: str, note: Callable[[str], None], progress: Callable[[], Any] | None = None
 ) -> tuple[Path, str]:
-    """Return the local folder and the NAME of a checkpoint, after downloading it if necessary.
+    """Return the local folder and the name of a checkpoint on the Hub.
 
-    If the repository has no checkpoint, the path of its only GGUF model is returned instead of a
-    folder. If the Hub does not answer, the cached checkpoint is used. Raises HubError if nothing
-    suitable is found or the download fails.
+    The checkpoint is downloaded if it is not in the cache. If the repository has no checkpoint, the
+    path of its only GGUF model is returned instead of a folder. If the Hub does not answer, the
+    cached checkpoint is used. Raises HubError if nothing suitable is found or the download fails.
 
     text: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
     note: called with one line of text before a download.

@@ -19,11 +19,12 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """The position of some bits of the weights' codes in a quantization block.
+    """Where a quantization block stores the bits `low` to `low + width - 1` of each weight's code.
 
-    A plane holds the bits `low` to `low + width - 1` of each code. It starts at byte `start` of the
-    block. Its first `group` bytes contain 8 / width groups of `group` codes each, the first group
-    in the lowest bits. The next `group` bytes contain the following codes, and so on.
+    The plane starts at byte `start` of the block. A byte contains 8 / width codes, whose numbers
+    differ by `group`. The lowest bits belong to the first of these codes. For example, Plane(2, 4,
+    16) stores 4 bits of 32 codes in the bytes 2 to 17: codes 0 to 15 in the low halves of the
+    bytes, and codes 16 to 31 in the high halves.
     """
 
     start: int
@@ -33,12 +34,12 @@ class Plane(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How a ggml type encodes a weight as a small integer, its code.
+    """How a ggml type encodes each weight of a block as a small integer, its code.
 
-    planes: the positions of the code's bits.
+    planes: where the block stores the bits of the codes.
     first, last: the range of codes in use.
-    scales: factor of each code for the block's scale. Empty if the values of the codes are equally
-        spaced.
+    scales: value of each code, as a multiple of the block's scale. Empty if the values of the codes
+        are equally spaced.
     flip: value with which a code is XORed before it is stored.
     """
 
@@ -93,11 +94,11 @@ def put_codes(ggml_type: GGMLType, blocks: Blocks, codes: Blocks) -> None:
 
 
 def code_values(ggml_type: GGMLType, blocks: Blocks, decode: Decode) -> Floats:
-    """Return the values that certain codes have at every position of the given blocks.
+    """Return the values of one or two codes at every position of the given blocks.
 
-    If the values of the codes are equally spaced, the codes are the type's first and last.
-    Otherwise each code has a factor, and the code with factor 1 is used. The values of all other
-    codes follow from these.
+    The values of all other codes follow from the returned ones. If the values of a type's codes are
+    equally spaced, its first and last code are used. Otherwise, the code whose value is the block's
+    scale is used.
 
     blocks: uint8 [number of blocks, bytes per block].
     decode: function that decodes the bytes of blocks to float32 values.

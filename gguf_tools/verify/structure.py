@@ -39,11 +39,13 @@ def layout_problems(part: GGUFFile) -> Iterator[Problem]:
 
 
 def foreign_problems(parts: list[GGUFFile]) -> Iterator[Problem]:
-    """Yield a problem for each file of a split model that belongs to another quantization of it.
+    """Yield a problem for each file of a split model that belongs to another quantization.
 
     The headers of such files do not differ, because only the first file has the model's metadata.
     They are recognized by the types of their expert matrices: for every kind of matrix, the other
     files have other types.
+
+    parts: the files of the model.
     """
     types = [_expert_types(part) for part in parts]
     for index, (part, own) in enumerate(zip(parts, types, strict=True)):
