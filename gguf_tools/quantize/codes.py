@@ -19,12 +19,12 @@ Decode = Callable[[Blocks], Floats]
 
 
 class Plane(NamedTuple):
-    """Where a quantization block stores the bits `low` to `low + width - 1` of each weight's code.
+    """The place of the bits `low` to `low + width - 1` of all codes in a quantization block.
 
-    The plane starts at byte `start` of the block. A byte contains 8 / width codes, whose numbers
-    differ by `group`. The lowest bits belong to the first of these codes. For example, Plane(2, 4,
-    16) stores 4 bits of 32 codes in the bytes 2 to 17: codes 0 to 15 in the low halves of the
-    bytes, and codes 16 to 31 in the high halves.
+    A code is the integer that stands for a weight. The plane starts at byte `start` of the block. A
+    byte contains 8 / width codes, whose numbers differ by `group`. The lowest bits belong to the
+    first of these codes. For example, Plane(2, 4, 16) stores 4 bits of 32 codes in the bytes 2 to
+    17: codes 0 to 15 in the low halves of the bytes, and codes 16 to 31 in the high halves.
     """
 
     start: int

@@ -101,7 +101,7 @@ def outer_sum(parts: Iterable[Floats], device: str) -> Square:
 
 
 def smoothed(own: Square, tokens: int, shared: Square | None = None) -> Square:
-    """Return an expert's Hessian [n, n] for GPTQ, regularized because the expert may have few tokens.
+    """Return an expert's Hessian [n, n] for GPTQ, regularized because it may have few tokens.
 
     The regularization has the weight of n tokens. Half of it is the diagonal of the expert's mean
     Hessian, and half is the layer's mean Hessian. Without `shared`, all of it is the diagonal.
