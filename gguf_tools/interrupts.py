@@ -43,11 +43,12 @@ _called_from_c: set[CodeType] = set()
 
 
 class _ThreadState(threading.local):
-    """Interrupt state of one thread.
+    """The state of one thread that decides how it handles interrupts.
 
-    depth: number of nested `held` blocks.
+    depth: number of nested `held` blocks, in which no interrupt is raised.
     raised: an error of a callback, to be raised at the end of the outermost `held` block.
-    cancelled: the function of a `cancellable` block, until its KeyboardInterrupt is raised.
+    cancelled: function that returns whether the work of this thread is cancelled, or None. It is
+        set in a `cancellable` block until that block's KeyboardInterrupt is raised.
     """
 
     def __init__(self) -> None:
@@ -58,15 +59,15 @@ class _ThreadState(threading.local):
 
 
 class _State:
-    """Interrupt state of the process.
+    """The state of the process that decides how it handles interrupts.
 
-    listening: whether a `listening` block is active.
-    asked_s: time of the pending or latest interrupt, or None after `forget`.
+    listening: whether a `listening` block is active, in which interrupts raise exceptions.
+    asked_s: time of the pending or latest interrupt, or None after it was handled.
     waiting: whether an exception for the interrupt is still to be raised.
     ending: number of the received signal that ends the process, or None.
     stops, ends: functions that a `calling` block registered for SIGINT, and for SIGTERM and SIGHUP.
-    last_work: functions that `leaving` blocks registered.
-    last_file: absolute path of the file that completes the command (`ends_with`).
+    last_work: functions that `leaving` blocks registered, to be called before the process is ended.
+    last_file: absolute path of the file that completes the command, or None.
     over: whether that file has its final name, so that an interrupt has nothing left to stop.
     leaves: whether the process exits right after its `listening` block.
     """
@@ -110,10 +111,11 @@ def asked() -> bool:
 
 
 def check() -> None:
-    """Raise the pending interrupt, if there is one, even inside a `held` block.
+    """Raise the pending interrupt, such as Ctrl-C, if there is one.
 
-    Raises KeyboardInterrupt after SIGINT and SystemExit after SIGTERM or SIGHUP. On threads other
-    than the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
+    This works inside a `held` block, too, which otherwise delays interrupts. Raises
+    KeyboardInterrupt after SIGINT, and SystemExit after SIGTERM or SIGHUP. On other threads than
+    the main thread, it raises KeyboardInterrupt if their `cancellable` block is cancelled.
     """
     cancelled = _thread.cancelled
     if cancelled is not None and cancelled():
@@ -130,7 +132,8 @@ def check() -> None:
 def hand_over(error: BaseException) -> None:
     """Keep an exception of a function called from C, which cannot propagate through C code.
 
-    The exception is raised on this thread at the end of the outermost `held` block.
+    The exception is raised on this thread later, at the end of the outermost `held` block around
+    the C call.
     """
     _thread.raised = error
 
@@ -213,7 +216,7 @@ class _Watch:
         self._writer = self._before = -1
 
     def begin(self, stop: Callable[[], None]) -> None:
-        """From now until `end`, call stop whenever a signal that this module handles arrives."""
+        """Call `stop` whenever a signal arrives that this module handles, until `end` is called."""
         if self._writer < 0:
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
@@ -251,9 +254,11 @@ class _Watch:
                 leave.start()
 
     def _leave(self, number: int, n_begun: int) -> None:
-        """Exit the process if the main thread is still in the C call that the signal interrupted.
+        """Exit the process if the main thread is still in the C call that a signal interrupted.
 
-        n_begun: value of the call counter when the signal arrived.
+        number: number of the signal.
+        n_begun: number of C calls at the time of the signal, which tells whether another call has
+            begun.
         """
         with self._lock:
             if self._stop is None or self._n_begun != n_begun:
@@ -303,10 +308,10 @@ def calling(stop: Callable[[], None], ending: bool = False) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Make Ctrl-C exit the process immediately and silently until a `listening` block begins.
+    """Make Ctrl-C exit the process immediately and silently, until signals are handled otherwise.
 
-    A command calls this at its start, before it has begun any work. If the process was started with
-    SIGINT ignored, SIGINT stays ignored.
+    A command calls this at its start, before it has begun any work. A `listening` block ends the
+    effect. If the process was started with SIGINT ignored, SIGINT stays ignored.
     """
     _state.leaves = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -348,10 +353,10 @@ def listening() -> Iterator[None]:
 
 
 def ends_with(path: Path) -> None:
-    """Declare the file that the command in the current `listening` block writes last.
+    """Declare the file that the running command writes last.
 
     After `rename` has given this file its name, the command's work is complete, and interrupts have
-    no effect. Does nothing outside of a `listening` block.
+    no effect. Does nothing outside of a `listening` block, in which commands run.
     """
     if _state.listening:
         _state.last_file = os.path.abspath(path)
@@ -372,7 +377,7 @@ def rename(part: Path, path: Path) -> None:
 
 
 def _install() -> tuple[Any, Any] | None:
-    """Install the SIGINT handler and return what `_restore` needs to undo that.
+    """Install the handler of SIGINT, and return what `_restore` needs to remove it.
 
     Return None and change nothing if SIGINT is ignored or has a handler of another program.
     """
@@ -387,10 +392,11 @@ def _install() -> tuple[Any, Any] | None:
 
 
 def _install_ending(number: int) -> bool:
-    """Install the handler of SIGTERM or SIGHUP.
+    """Install the handler of SIGTERM or SIGHUP. Return whether it was installed.
 
-    Return whether it was installed: a signal that is ignored, or that has a handler, keeps its
-    handling.
+    A signal that is ignored, or that has a handler already, keeps its handling.
+
+    number: number of the signal.
     """
     if not _thread.is_main or signal.getsignal(number) is not signal.SIG_DFL:
         return False
@@ -484,8 +490,8 @@ def _on_alarm(_signum: int, frame: FrameType | None) -> None:
 def _on_unraisable(what: Any) -> None:
     """Handle an exception that Python would only print. This is our `sys.unraisablehook`.
 
-    An interrupt becomes pending again. An error of a ctypes callback is raised at the end of the
-    outermost `held` block. All other exceptions are printed.
+    An interrupt becomes pending again. An error of a ctypes callback is raised later, at the end of
+    the outermost `held` block around the C call. All other exceptions are printed.
     """
     error = what.exc_value
     if isinstance(error, (KeyboardInterrupt, SystemExit)) and _thread.is_main:
