@@ -27,7 +27,7 @@ class ExpertQuantizer(Protocol):
     def quantize(
         self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
     ) -> Blocks:
-        """Quantize float32 rows [rows, row length] of an expert's matrix and return the bytes.
+        """Quantize float32 rows [rows, row length] of an expert's matrix and return the encoded bytes.
 
         Raises QuantizeError if a value cannot be quantized. The caller adds the file name to the
         message.
@@ -79,7 +79,7 @@ class ByImportance:
     def of_file(
         cls, path: str | os.PathLike[str], model: ExpertModel, ggml: Ggml
     ) -> "ByImportance":
-        """Create the method from an importance matrix file of llama.cpp.
+        """Create this quantizer from an importance matrix file of llama.cpp.
 
         Raises GGUFError if the file is invalid or belongs to another model.
         """
