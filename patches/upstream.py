@@ -143,10 +143,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def publishing(folder: Path, keep: int) -> Iterator[Path]:
-    """Yield an empty folder for the block. At its end, the folder is renamed to `folder`.
+    """Yield an empty temporary folder. At the end of the block, rename it to `folder`.
 
-    In the parent folder, only the `keep` newest folders are kept. The caller must hold the build
-    lock.
+    Then delete old folders next to `folder`, except the `keep` newest. The caller must hold the
+    build lock.
     """
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,10 @@ def compute(node: Any, cuts: Cuts = ()) -> Any:
 
 
 def divisible(node: Any) -> bool:
-    """Return whether `compute` can compute one slice of the first dimension without the rest."""
+    """Return whether a slice of the first dimension of a lazy tensor can be computed alone.
+
+    Otherwise `compute` has to compute the whole tensor.
+    """
     if not _is_lazy(node) or node._data is not None or _stacked(node) is not None:
         return True
     if not any(map(_has_lazy, node._args)):

@@ -171,7 +171,7 @@ class _Keys:
         return int(value)
 
     def per_layer(self, name: str, n: int, default: list[int]) -> list[int]:
-        """Return a list of one integer for each of the first n layers.
+        """Return the integers that are stored under a key for the first n layers.
 
         The file has a list, or one number for all layers. If the key is missing, use the default.
         """

@@ -68,7 +68,10 @@ class SliceChecksums:
             at += piece.nbytes
 
     def values(self) -> list[int]:
-        """Return the checksum of each expert. All data must have been added before."""
+        """Return the checksum of each expert's part of the tensor.
+
+        All data of the tensor must have been added before.
+        """
         found = [0] * self._slices
         for start in sorted(self._pieces):
             nbytes, crc = self._pieces[start]

@@ -27,10 +27,10 @@ class ExpertQuantizer(Protocol):
     def quantize(
         self, layer: int, kind: int, expert: int, values: Floats, ggml_type: GGMLType
     ) -> Blocks:
-        """Quantize float32 rows [rows, row length] of an expert's matrix and return the encoded bytes.
+        """Quantize float32 rows [rows, row length] of an expert's matrix and encode them.
 
-        Raises QuantizeError if a value cannot be quantized. The caller adds the file name to the
-        message.
+        Returns the encoded bytes. Raises QuantizeError if a value cannot be quantized. The caller
+        adds the file name to the message.
 
         layer: index of the MoE layer.
         kind: kind of the matrix, an index into KINDS.
