@@ -101,9 +101,10 @@ class ExpertModel(Closing):
 
     @property
     def split_files(self) -> list[list[GGUFFile]]:
-        """The files of the opened model, in the order of its parts, as a list in a list.
+        """The opened files of the model, as a list that contains one list of files in their order.
 
-        If `open` was given a second model of lower precision, its files are a second list.
+        If `open` was given a second model of lower precision, the files of that model are a second
+        list.
         """
         found: list[list[GGUFFile]] = []
         for part in self.parts:

@@ -57,7 +57,10 @@ class SliceChecksums:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> None:
-        """Add a piece of data that begins at byte `start` of the tensor."""
+        """Include a piece of the tensor's data in the checksums.
+
+        start: position of the piece, in bytes from the start of the tensor.
+        """
         at = 0
         while at < data.nbytes:
             left = self._slice_bytes - (start + at) % self._slice_bytes

@@ -81,7 +81,7 @@ class Factor:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the two square matrices."""
+        """The size in bytes of the two square matrices `hessian` and `upper`."""
         return 8 * self.order.size**2
 
 
