@@ -232,7 +232,9 @@ def library_path() -> Path:
     try:
         folder = built.libraries()
     except built.NotBuilt as error:
-        raise QuantizeError(f"the ggml library, a part of llama.cpp, is missing: {error}") from None
+        raise QuantizeError(
+            f"the ggml library, a part of llama.cpp, is not available: {error}"
+        ) from None
     for name in _NAMES:
         if (folder / name).exists():
             return folder / name
