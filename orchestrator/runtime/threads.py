@@ -20,9 +20,11 @@ class Task:
         self._ended = threading.Event()
 
     def run(self) -> None:
+        """Call the function. The thread that runs the task does this."""
         self._function()
 
     def end(self) -> None:
+        """Let the callers of join continue, because the function has ended."""
         self._ended.set()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -30,6 +32,7 @@ class Task:
         self._ended.wait(timeout_s)
 
     def is_alive(self) -> bool:
+        """Whether the function has not ended yet."""
         return not self._ended.is_set()
 
 

@@ -234,7 +234,7 @@ def messages(node: ast.AST, is_shown: bool) -> Iterator[Text]:
     if isinstance(node, ast.Raise):
         is_shown = True
     if isinstance(node, ast.Call):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = _name_of(node.func)
         if name == "split":
             return
         is_shown = is_shown or name in _SHOWING
@@ -266,14 +266,22 @@ def names(tree: ast.AST) -> Iterator[Name]:
             yield Name(line, node.attr)
 
 
+def _name_of(node: ast.expr) -> str:
+    """Return the last part of a dotted name, or "" for other expressions."""
+    return str(getattr(node, "attr", getattr(node, "id", "")))
+
+
 def undocumented(tree: ast.AST) -> int:
-    """Return the number of public modules, classes, functions and methods without a docstring."""
+    """Return the number of public modules, classes, functions and methods without a docstring.
+
+    An overload has no docstring, because the function after it has one.
+    """
     count = int(docstring_of(tree) is None)
     pending = [tree]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if node.name.startswith("_"):
+                if node.name.startswith("_") or "overload" in map(_name_of, node.decorator_list):
                     continue
                 count += docstring_of(node) is None
                 if isinstance(node, ast.ClassDef):

@@ -104,7 +104,7 @@ def test_a_gap_between_tensors(packed, tmp_path, ggml):
     moved = whole[:at] + struct.pack("<Q", offset + 4096) + whole[at + 8 : last.offset]
     path = write_bytes(tmp_path / "m.gguf", moved + bytes(4096) + whole[last.offset :])
     assert texts(path, ggml) == [
-        f"{path}: tensor {last.name}: offset {last.offset + 4096}: expected at offset"
+        f"{path}: tensor {last.name}: offset {last.offset + 4096}: the data is expected at offset"
         f" {last.offset}, after {before.name}"
     ]
 
