@@ -52,6 +52,9 @@ CHAT = "/v1/chat/completions"
 # How long one of Python's threads may keep the others waiting, in seconds: policies decide in
 # Python between the layers of a step.
 _SWITCH_S = 0.0005
+# How much longer the end of a runtime waits for kept conversations to be written than for a step to
+# end, in seconds. Together they stay below the ten seconds that a container usually has.
+_WRITE_S = 7.0
 # How often an answer that waits for an evaluation looks whether it is cancelled, in seconds.
 _LOOK_S = 0.05
 
@@ -638,8 +641,8 @@ class Runtime(Closing):
             loaded.driver.end_idle()
         if self._native is not None:
 
-            def left_s() -> float | None:
-                return None if end_s is None else max(0.0, end_s - monotonic())
+            def left_s(more_s: float = 0.0) -> float | None:
+                return None if end_s is None else max(0.0, end_s + more_s - monotonic())
 
             with self._turns:
                 if not self._turns.wait_for(lambda: not self._requests, left_s()):
@@ -649,10 +652,10 @@ class Runtime(Closing):
                 return False
             if self._kept is not None:
                 written = threading.Event()
-                if self._kept.after_that(written.set) and not written.wait(left_s()):
+                if self._kept.after_that(written.set) and not written.wait(left_s(_WRITE_S)):
                     return False
                 self._kept.thread.shutdown()
-                self._kept.leave(end_s)
+                self._kept.leave(end_s and end_s + _WRITE_S)
             self._native.close()
             self._native = None
             _switch.restore()
