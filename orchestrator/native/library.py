@@ -98,7 +98,7 @@ class Bandwidths(NamedTuple):
 
 
 def find_device(library: Library, name: str) -> DeviceInfo:
-    """Return the device of this name, such as "cuda0". Raises ConfigError if there is none."""
+    """Find a GPU by name, such as "cuda0". Raises ConfigError if there is no such GPU."""
     message = ctypes.create_string_buffer(_ERROR_BYTES)
     handle = library.device_find(name.encode(), message, _ERROR_BYTES)
     if not handle:

@@ -27,7 +27,7 @@ EXPERT_PATTERN = rb"blk\.\d+\.ffn_(up|gate|gate_up|down)_exps\.weight"
 # Exit status after a fatal error in llama.cpp, as a shell reports SIGABRT.
 ABORTED = 128 + 6
 # Finds the reason in the message of a fatal error.
-ABORT_REASON = r"llama\.cpp had to end the process \((.*)\): the file is damaged"
+ABORT_REASON = r"the process \((.*)\): the"
 _BUILD_FOLDER = re.compile(r"^\S*/")
 _LOG_ERROR = 4
 _MAX_COMPLAINTS = 4
@@ -218,7 +218,7 @@ class Model:
         if not handle:
             if managed and (reason := bindings.refusal()):
                 raise NativeError(f"{path}: {reason}")
-            raise NativeError(f"{path}: llama.cpp cannot load it{bindings.complaint()}")
+            raise NativeError(f"{path}: llama.cpp cannot load the model{bindings.complaint()}")
         self._handle = handle
         self.path, self.managed = path, managed
         self.vocab = api.llama_model_get_vocab(handle)

@@ -26,7 +26,7 @@ _MANY_TOKENS = 16384
 # Return values of moe_edge_request_run, if the answer ended early.
 _FAILURES = {
     -1: "there was too little memory for the answer",
-    -2: "the client reads too slowly: too much of the answer is unread",
+    -2: "the answer was ended because the client reads too slowly",
 }
 
 
@@ -381,13 +381,13 @@ class NativeServer:
     # not call them on the thread that is in `run`.
 
     def settle(self) -> None:
-        """Block until the steps of all finished and cancelled requests are computed."""
+        """Block until no step is being computed for a finished or cancelled request."""
         self.lib.moe_edge_server_settle(self.handle)
 
     def forget(self, sequence: int) -> bool:
         """Drop the tokens of a sequence. Returns False during shutdown.
 
-        If no request is decoding, the caller may then use the context until the next request.
+        If no request is decoding, the caller may use the context itself until the next request.
         """
         return int(self.lib.moe_edge_server_forget(self.handle, sequence)) == 0
 
@@ -498,7 +498,8 @@ class NativeServer:
         )
         if not handle:
             raise NativeError(
-                f"llama.cpp's server has no route {route}, or there is no memory for the request"
+                f"llama.cpp's server has no route {route}, or there is too little memory for the "
+                "request"
             )
         return NativeRequest(self.lib, handle, self.note)
 

@@ -60,8 +60,8 @@ def array_at(address: int | None, ctype: Any, shape: tuple[int, ...]) -> np.ndar
 def event_arrays(event: CEvent, spec: StoreSpec) -> tuple[np.ndarray, ...]:
     """Return NumPy views of the arrays in which the store describes the routing of a layer.
 
-    They are ids and weights [max_tokens, k], tokens [max_tokens], ahead_ids and ahead [n_ahead,
-    max_tokens, k], then importance, phases and sequences [max_tokens]. RouteEvent explains them.
+    The order is ids, weights, tokens, ahead_ids, ahead, importance, phases, sequences. The class
+    RouteEvent explains the contents.
     """
     rows = (spec.max_tokens, spec.n_expert_used)
     ahead = (spec.n_ahead, *rows)
@@ -148,7 +148,7 @@ class Store(Closing):
         handle = library.store_create(ctypes.byref(config), message, _ERROR_BYTES)
         del keep_alive
         if not handle:
-            raise NativeError(_text(message.value) or "cannot create the expert store")
+            raise NativeError(_text(message.value) or "the expert store cannot be created")
         return cls(library, handle, spec)
 
     @property
@@ -328,9 +328,9 @@ class Store(Closing):
         return resident, target
 
     def landed(self) -> np.ndarray:
-        """Return which experts have been read in another precision, bool [n_layers, n_expert].
+        """Return which experts are ready to change to a new precision that has been read.
 
-        The new precision is used from the next step on. For tests.
+        The result is bool [n_layers, n_expert]. The next step uses the new precision. For tests.
         """
         return self._of_each(self.library.get_landed, ctypes.c_uint8).astype(bool)
 
@@ -389,7 +389,9 @@ class Store(Closing):
         items = _items(wanted)
         admitted = self.library.transition(self.handle, items, len(wanted))
         if admitted < 0:
-            raise NativeError("a transition names an expert or a tier that the model does not have")
+            raise NativeError(
+                "an expert cannot change its precision: the model lacks the expert or the precision"
+            )
         return int(admitted)
 
     def set_transition_rate(self, bytes_per_s: int) -> None:

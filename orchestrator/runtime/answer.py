@@ -33,7 +33,7 @@ class Pace:
     """
 
     def __init__(self, now_s: Callable[[], float] = monotonic) -> None:
-        """Begin without rests. now_s: returns the current time in seconds."""
+        """Begin without waits. now_s: returns the current time in seconds."""
         self._now_s = now_s
         self._n_fast, self._last_s = 0, now_s()
 
@@ -45,7 +45,7 @@ class Pace:
     def came(self) -> None:
         """Record that the reader found new text.
 
-        The rests begin after FAST texts in a row that each came within REST_S seconds.
+        If texts arrive fast, the reader from then on waits REST_S seconds before each look.
         """
         if self.rests:
             return
@@ -54,7 +54,7 @@ class Pace:
         self._last_s = now_s
 
     def nothing(self) -> None:
-        """Record that the reader found no new text. The rests end."""
+        """Record that the reader found no new text. The waits before each look then end."""
         self._n_fast = 0
 
 
@@ -117,7 +117,7 @@ class Answer:
         except RuntimeError as error:
             request.close()
             self._close_pipe()
-            raise OSError(0, "no thread can be started") from error
+            raise OSError(0, "the system cannot start a thread for the answer") from error
 
     def _run(self, answer: Callable[[Answer, int], None]) -> None:
         try:
@@ -279,7 +279,7 @@ class Answer:
             )
         if error.get("code") == 400:
             return ConfigError(message)
-        return NativeError(self._failure() or message or "llama.cpp failed to evaluate")
+        return NativeError(self._failure() or message or "llama.cpp failed to compute the answer")
 
     def stats(self, mode: str, policy: dict[str, Any]) -> GenerationStats:
         """Return the statistics of the answer. Call this after its end or after `cancel`.

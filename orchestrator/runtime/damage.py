@@ -67,7 +67,10 @@ class Checksums:
 
 
 def with_checksums(spec: StoreSpec, checksums: Checksums) -> StoreSpec:
-    """Return the spec with checksums, so that the store verifies each slice that it reads."""
+    """Return the parameters of an expert store with a checksum of each expert.
+
+    The store then verifies each expert that it reads. spec: the parameters without checksums.
+    """
     known = {(each.file, each.info.offset): tuple(each.checksums) for each in checksums.tensors}
 
     def compared(_layer: int, _kind: int, each: Slices) -> Slices:
@@ -135,7 +138,9 @@ class InUse:
         if self._check is None:
             return written
         if self._check.is_running:
-            return f"{path} was written to while it is in use: it is compared with its checksums."
+            return (
+                f"{path} was written to while it is in use, so it is compared with its checksums."
+            )
         return written if self._check.error is not None else ""
 
 
@@ -264,9 +269,9 @@ class DataCheck:
             if self._stopped or expected is None:
                 return
             if crc != expected:
-                what = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
+                fault = f"expert {number} is damaged" if len(listed.checksums) > 1 else "damaged"
                 raise DamagedError(
-                    f"{listed.part.path}: tensor {info.name}: offset {start}: {what}: its checksum"
+                    f"{listed.part.path}: tensor {info.name}: offset {start}: {fault}: its checksum"
                     " differs"
                 )
 

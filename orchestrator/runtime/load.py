@@ -61,7 +61,7 @@ class Loaded:
     def store_driver(self) -> Driver:
         """The driver that connects the policy with the expert store.
 
-        Raises ConfigError if the model runs without them (`--policy plain`).
+        Raises ConfigError if the model runs without an expert store (`--policy plain`).
         """
         if self.driver.store is None:
             raise ConfigError(
@@ -241,8 +241,8 @@ class Loader:
     def _checked(self, plan: Plan) -> Iterator[None]:
         """Compare the tensors that llama.cpp reads with their checksums during the `with` block.
 
-        Raises GGUFError at the end of the block for a damaged file. The comparison is made only for
-        the first plan with managed experts and for the first plan without.
+        Raises GGUFError at the end of the block for a damaged file. The comparison is made only
+        once for plans with an expert store, and once for plans without.
         """
         if plan.managed in self._sound:
             yield

@@ -66,7 +66,7 @@ class Mark:
 
     @property
     def n_bytes(self) -> int:
-        """The size of the stored states in bytes."""
+        """The size of the model's state and the policy's state at this position, in bytes."""
         return (0 if self.part is None else self.part.nbytes) + len(self.policy or b"")
 
 
@@ -114,13 +114,13 @@ class ListedMark(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """The size of both states in the file, in bytes."""
+        """The size of the model's state and the policy's state in the file, in bytes."""
         return max(0, self.part_bytes) + max(0, self.policy_bytes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Listed:
-    """A file of the prompt cache, which holds one sequence, without the state itself.
+    """The description of a file in the prompt cache, which holds one sequence.
 
     key: identifies the model and settings of the run (state_key). tokens: the tokens of the
     sequence, int32. has_part: whether the sequence can only be truncated at its marks. marks: these

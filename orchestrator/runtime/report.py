@@ -23,8 +23,8 @@ def status_line(loader: Loader, loaded: Loaded) -> str:
     context.
     """
     plan, driver, request = loaded.plan, loaded.driver, loaded.runs.request
-    most = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
-    context = f", micro-batch {most}{plan.n_ubatch}, context {loaded.context.n_ctx}"
+    up_to = "up to " if plan.shared and plan.n_ubatch > min(plan.shared.scratch) else ""
+    context = f", micro-batch {up_to}{plan.n_ubatch}, context {loaded.context.n_ctx}"
     if request.needs.conversations:
         # The slots of some policies never give memory back, so the context has its own.
         aside = "set aside" if plan.slots and not (plan.shared or plan.device) else ""
@@ -153,9 +153,9 @@ class StoreCosts:
         self._calls = store.calls if store else 0
 
     def fields(self) -> dict[str, Any]:
-        """Return what was counted until now, by the names of GenerationStats.
+        """Return the measurements until now, such as hit_rate, bytes_read and wait_ms.
 
-        Examples are hit_rate, bytes_read and wait_ms.
+        The names are those of GenerationStats.
         """
         store = self._store
         if store is None:
@@ -183,9 +183,9 @@ class StoreCosts:
         }
 
     def _lost(self) -> dict[str, Any]:
-        """Return the estimated quality loss by the names of GenerationStats.
+        """Return the estimated quality loss, as the fields kl_estimate, kl_low and limit_halved.
 
-        It is the loss of the decoded tokens, or of the prompt if no token was decoded.
+        The loss is that of the decoded tokens, or of the prompt if no token was decoded.
         """
         losses = self._losses
         if losses is None or self._mark is None:

@@ -64,7 +64,7 @@ class _Switch:
         self._n_quick, self._before_s = 0, 0.0
 
     def quicken(self) -> None:
-        """Shorten the interval to _SWITCH_S when a runtime starts to answer."""
+        """Shorten the switch interval of Python's threads, because a runtime starts to answer."""
         with self._lock:
             if not self._n_quick:
                 self._before_s = sys.getswitchinterval()
@@ -72,7 +72,10 @@ class _Switch:
             self._n_quick += 1
 
     def restore(self) -> None:
-        """Report that a runtime has ended. The last one restores the former interval."""
+        """Report that a runtime has ended.
+
+        After the last runtime, the switch interval of Python's threads is restored.
+        """
         with self._lock:
             self._n_quick -= 1
             if not self._n_quick:
@@ -306,7 +309,7 @@ class Runtime(Closing):
 
     @property
     def model(self) -> ExpertModel:
-        """The layout of the model's files."""
+        """The layout of the model's files: metadata, tensors and experts."""
         return self._model
 
     @property
@@ -342,9 +345,9 @@ class Runtime(Closing):
         settings: Settings | None = None,
         forget: Sequence[int] = (),
     ) -> Answer:
-        """Start to answer a request to llama.cpp's server. Return the answer, which then grows.
+        """Start to compute the answer to a request in the form of llama.cpp's HTTP server.
 
-        body, route: body and path of the HTTP request. sequences: the sequences of the context for
+        body, route: body and path of the request. sequences: the sequences of the context for
         the prompts of the request. settings: settings of the policy from now on; None to leave them
         as they are. forget: sequences that are emptied first, because memory is short.
 
@@ -407,7 +410,10 @@ class Runtime(Closing):
     @property
     def _core(self) -> NativeServer:
         if self._native is None:
-            raise NativeError("the model was loaded for evaluation, and cannot answer")
+            raise NativeError(
+                "the model was loaded for evaluation only, and cannot answer requests: open the "
+                "runtime with `answering`"
+            )
         return self._native
 
     def _begin(self, answer: Answer) -> bool:
@@ -484,14 +490,14 @@ class Runtime(Closing):
     def _failure(self) -> str | None:
         """Return a sentence that says why the last step failed, or None if the reason is unknown.
 
-        A model file that was changed is reported first, because the store takes it for damage.
+        A changed model file is reported first, because the store would report it as damaged.
         """
         if fault := self.fault():
             return fault
         driver = self._loaded.driver
         if driver.store is None:
             complaint = Bindings.load().complaint()
-            return f"llama.cpp failed to evaluate{complaint}" if complaint else None
+            return f"llama.cpp failed to compute a step{complaint}" if complaint else None
         try:
             if self._core.error is not None:
                 raise self._core.error
@@ -537,8 +543,9 @@ class Runtime(Closing):
     def set(self, **changes: Any) -> bool:
         """Change settings of the loaded model, by their names in Config.
 
-        Live settings of a policy take effect at the next token. If the current policy has none of
-        them, this returns False, and a policy that is chosen later uses them.
+        Some settings of policies can change while the model is loaded, and take effect at the next
+        token. Returns False if the current policy has none of them; a policy that is chosen later
+        uses them.
 
         For other settings, the model is loaded again after the running answers, and the sequences
         are emptied. If loading fails, the model is loaded with the former settings. The error is

@@ -38,13 +38,13 @@ class Sequences:
         for number in sequences:
             if not 0 <= number < len(self.lengths):
                 raise ConfigError(
-                    f"there is no sequence {number}: the model was loaded with the setting "
-                    f"'sequences' at {len(self.lengths)}"
+                    f"there is no sequence {number}, because the model was loaded with "
+                    f"{len(self.lengths)} sequences: load it with more"
                 )
         if len(sequences) > self._context.n_ubatch:
             raise ConfigError(
-                f"{len(sequences)} sequences are more than the {self._context.n_ubatch} tokens of "
-                f"one step: raise --ubatch"
+                f"a step takes at most {self._context.n_ubatch} tokens, and {len(sequences)} "
+                "sequences need one token each: raise --ubatch"
             )
 
     def fork(self, number: int, length: int) -> None:
@@ -218,7 +218,7 @@ class Steps:
             raise ConfigError(
                 f"the context of {self._context.n_ctx} tokens is full: {self._remedy()}"
             )
-        raise NativeError(f"llama.cpp failed to evaluate{self._complaint()}")
+        raise NativeError(f"llama.cpp failed to compute a step{self._complaint()}")
 
     def _remedy(self) -> str:
         """Return advice for a user whose context is full."""

@@ -32,7 +32,7 @@ class StoreSpecs:
     def __init__(
         self, config: Config, model: ExpertModel, bindings: Bindings, gpu: Accelerator | None
     ) -> None:
-        """Prepare without measuring. config: the settings with which the model was opened."""
+        """Nothing is measured yet. config: the settings with which the model was opened."""
         self._config, self._model, self._bindings, self._gpu = config, model, bindings, gpu
         self._product_times: dict[tuple[int, tuple[int, int]], ProductTime | None] = {}
 
@@ -118,7 +118,7 @@ def store_layers(
     tiers: Sequence[int],
     slots: SlotPlan,
 ) -> StoreLayers:
-    """Return where each layer's experts are in the files, and which group of slots they use.
+    """Return the position of each layer's experts in the files, and their groups of slots.
 
     The result has the form of StoreSpec.layers, with tiers numbered from 0. layer_ids: llama.cpp's
     number of each MoE layer. slices: the experts' positions in the files, [layer][kind][tier].
@@ -156,8 +156,8 @@ def importance_window(config: Config, plan: Plan) -> int:
 
 
 def has_flash(config: Config, plan: Plan) -> bool:
-    """Return whether llama.cpp computes flash attention.
+    """Return whether llama.cpp should compute flash attention.
 
-    The only exception is `importance=exact`, which needs the attention weights of all queries.
+    This is False only for `importance=exact`, which needs the attention weights of all queries.
     """
     return importance_window(config, plan) >= 0

@@ -47,7 +47,7 @@ class Support:
             return (
                 f"llama.cpp loads the model, but moe-edge cannot manage its experts: {self.reason}"
             )
-        return f"it cannot run: {self.reason}"
+        return f"the model cannot run: {self.reason}"
 
 
 def support_of(path: Path) -> Support | None:
@@ -77,8 +77,8 @@ def support_of(path: Path) -> Support | None:
         said.seek(0)
         text = said.read().decode("utf-8", "replace").strip()
     aborted = re.search(ABORT_REASON, text)
-    why = aborted[1] if aborted else (text.splitlines() or ["without a word"])[-1]
-    return Support(NOT, f"llama.cpp ends the process over its header ({why[:200]})")
+    reason = aborted[1] if aborted else (text.splitlines() or ["no message"])[-1]
+    return Support(NOT, f"llama.cpp aborts when it reads the header of the file ({reason[:200]})")
 
 
 def _ask(path: Path, answer: Connection, stderr: int) -> None:
