@@ -25,7 +25,7 @@ from orchestrator.policy.base import Learned
 from orchestrator.runtime.idle import Idle, likely
 from orchestrator.runtime.loss_meter import LossMeter
 
-# Between two looks at reads that are waited for, in seconds.
+# Pause between two checks of awaited reads, in seconds.
 _PAUSE_S = 0.0005
 
 
@@ -61,7 +61,7 @@ class BaseDriver:
     def begin(self, phase: Phase) -> None:
         """Set the phase of the next call of llama_decode. All tokens of the call have this phase.
 
-        Also do the work of `follow`.
+        Before the first token of an answer, this waits for the experts that the policy requires.
         """
 
     def check(self, status: int) -> None:
@@ -197,17 +197,17 @@ class Driver(BaseDriver):
         # Divides memory between slots, KV cells, scratch and copies of prompts. None if the slots
         # have a fixed size.
         self.shared: SharedMemory | None = None
-        # Bytes of copies of prompts: at most from the shared memory, now reserved there, at most
-        # from memory of their own, and in use.
+        # Memory for copies of earlier conversations, in bytes: the limit in the shared memory, the
+        # part that is reserved there now, the limit outside of it, and the total use.
         self.shared_prompts = self._set_aside = self.own_prompts = self.prompts = 0
-        # Limits the copies to a number of bytes; returns how many they take.
+        # Limits these copies to a number of bytes, and returns how many bytes they use.
         self.keep_prompts: Callable[[int], int] = lambda _n_bytes: 0
         self._limit: int | None = None
         self._idle = Idle(store)
         self._pause = pause
         self._prompt_read = False
         self._cancelled = False
-        # Tokens since the routing was last judged, and the uses of experts until then.
+        # Tokens since judge_routing last compared the routing, and the expert counts at that time.
         self._unjudged = 0
         self._judged: np.ndarray = np.zeros(1, np.uint32)
         # Expert counts since the last report that included counts.
@@ -351,11 +351,10 @@ class Driver(BaseDriver):
         self.load_first(first, progress)
 
     def set_route(self, route: Callable[[RouteEvent], None] | None = None) -> None:
-        """Install the callback that decides about each MoE layer of a step.
+        """Install the callback that decides the precision (tier) of routed experts in each layer.
 
-        By default, this is the policy. It is called only in the phases that it asks for; other
-        steps use its default tier. route: a function that replaces the policy and is called in
-        every step.
+        By default, the policy decides in steps of the phases that it asks for. Other steps use the
+        policy's default tier. route: a function that decides in every step instead of the policy.
         """
         if route is not None:
             self.store.set_route(route, self.policy.wants.default_tier)

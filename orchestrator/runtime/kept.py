@@ -29,8 +29,8 @@ from orchestrator.runtime.store_layout import has_flash
 _FORMAT = 1
 # Shorter conversations are not saved, because computing them again is fast.
 LEAST_TOKENS = 16
-# A sequence is written after an answer if this many of its tokens, and half of them, are not on
-# disk.
+# A sequence is saved after an answer if at least this many of its tokens, and at least half of
+# them, are in no file.
 _UNSAVED_TOKENS = 1024
 
 

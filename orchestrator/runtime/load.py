@@ -224,7 +224,7 @@ class Loader:
             if config.adapts_threads and not self.on_gpu:
                 parts.insert(0, FreeCores(self.bindings.library(), context.handle))
             sequences = Sequences(context, runs.request.needs.sequences)
-            # Without --ctx, the model's own longest context cannot be raised either.
+            # A context with the model's own maximum length cannot be raised.
             most = self._model.hparams.context_length
             asked = config.ctx or plan.n_ctx + (plan.n_ctx == most)
             steps = Steps(

@@ -73,12 +73,12 @@ class Mark:
 ENDING = ".prompt"
 _NAME = re.compile(r"([0-9a-f]{24})-[0-9a-f]{24}\.prompt")
 _MAGIC = b"moe-edge prompt\n"
-# The bytes of llama.cpp's file and of the description; the hash; the magic.
+# The footer: size of llama.cpp's data, size of the description, hash, magic.
 _FOOTER = struct.Struct("<QQ32s16s")
 # llama.cpp's magic and version of a sequence's file, and the number of its tokens.
 _HEAD = struct.Struct("<III")
 _LLAMA = (0x67677371, 3)
-# How the tokens begin that its server writes (server_tokens).
+# The first numbers of the token list that llama.cpp's server writes (server_tokens).
 _PACKED = (-1, 1)
 _MOST_DESCRIPTION = 1 << 20
 # A file that claims more tokens is damaged: they would be read into memory before anything else.
