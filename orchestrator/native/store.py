@@ -298,7 +298,7 @@ class Store(Closing):
             raise NativeError(_text(reason))
 
     def cancel(self, on: bool) -> None:
-        """Cancel the running step and all later steps if `on` is true; end this if it is false."""
+        """Cancel the running step and all later steps, or let steps run again if `on` is false."""
         if self._handle is not None:
             self.library.cancel(self._handle, int(on))
 

@@ -139,7 +139,7 @@ class BaseDriver:
         """
 
     def cancel(self, on: bool) -> None:
-        """Cancel the running step and all later steps if `on` is true; end this if it is false."""
+        """Cancel the running step and all later steps, or let steps run again if `on` is false."""
 
     def sequence_end(self, sequence: int | None = None) -> None:
         """Report to the expert store that all tokens of a sequence were dropped.
@@ -283,8 +283,9 @@ class Driver(BaseDriver):
     def learn(self, step: ComputedStep, unusual: bool | None = None) -> Sequence[Transition]:
         """Report a computed step to the policy, and return the transitions that the policy wants.
 
-        A transition is (layer, expert, tier). unusual: whether the latest tokens used experts
-        differently from the texts of the loss table; ignored if this driver has a loss meter.
+        A transition (layer, expert, tier) reads an expert in another precision (tier) in the
+        background. unusual: whether the latest tokens used experts differently from the texts of
+        the loss table; ignored if this driver has a loss meter.
         """
         policy = self.policy
         wants, is_reported = policy.wants, step.phase in policy.wants.told_in

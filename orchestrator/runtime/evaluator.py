@@ -155,7 +155,7 @@ class Evaluator:
         at_once = None if self.config.logits_all else self._loaded.context.outputs
         if at_once is not None and not self._loaded.runs.request.needs.scored:
             raise ConfigError(
-                "the model was loaded without memory for the logits of every token: load it with "
+                "the model was loaded without memory for every token's logits: load it with "
                 "Config.logits_all or Needs.scored"
             )
         for n in self._evaluated(tokens, pos, phase, each=True, at_once=at_once):
@@ -169,7 +169,7 @@ class Evaluator:
         each: bool = False,
         at_once: int | None = None,
     ) -> Iterator[int]:
-        """Evaluate tokens from position pos on, and yield the number of tokens after each step.
+        """Evaluate tokens in steps from position pos on, and yield the size of each step in tokens.
 
         each: compute the logits of every token, instead of only the last token of a step. at_once:
         largest number of tokens in a step; None for the micro-batch size of the plan.

@@ -497,7 +497,7 @@ class Runtime(Closing):
         driver = self._loaded.driver
         if driver.store is None:
             complaint = Bindings.load().complaint()
-            return f"llama.cpp failed to compute a step{complaint}" if complaint else None
+            return f"llama.cpp failed to evaluate tokens{complaint}" if complaint else None
         try:
             if self._core.error is not None:
                 raise self._core.error

@@ -218,7 +218,7 @@ class Steps:
             raise ConfigError(
                 f"the context of {self._context.n_ctx} tokens is full: {self._remedy()}"
             )
-        raise NativeError(f"llama.cpp failed to compute a step{self._complaint()}")
+        raise NativeError(f"llama.cpp failed to evaluate tokens{self._complaint()}")
 
     def _remedy(self) -> str:
         """Return advice for a user whose context is full."""
